@@ -140,9 +140,9 @@ def exact_effects(model: Any, pairs: TokenPairs) -> tuple[tuple[str, ...], Float
     names = layout.edge_names()
     options = {"counterfactuals": pairs.counterfactuals, "answers": pairs.targets}
     given = pairs_of(view, as_prompts(view, pairs.prompts, **options), None)
-    runner, batch = next(batches(view, layout, given, len(given)))
+    batch = next(batches(view, layout, given, None, len(given)))
     all_but_one = ~torch.eye(len(names), dtype=torch.bool)
-    found = metrics_of_batch(runner, layout, batch, None, all_but_one, "edges").mean(1)
+    found = metrics_of_batch(batch, all_but_one, "edges").mean(1)
     clean, other, without = found[0], found[1], found[2:]
     return names, (clean - without) / (clean - other)
 

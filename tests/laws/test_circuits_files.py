@@ -56,15 +56,6 @@ READ = """(async () => {
 })()"""
 """As ``index.html`` and ``init-cg.js`` read: for every graph of the folder the numbers of nodes and
 links in its file, and of those that the page draws."""
-NAMED = """(async () => {
-  window.isLocalServing = true;
-  const {graphs: [graph]} = await util.getFile("./data/graph-metadata.json", false);
-  const data = await util.getFile(`./graph_data/${graph.slug}.json`);
-  const {nodes} = await utilCg.formatData(data, {...data.qParams});
-  return Object.fromEntries(nodes.map(
-    d => [d.node_id, [utilCg.featureTypeToText(d.feature_type), d.clerp, d.streamIdx]]));
-})()"""
-"""Sign, text and row that the page gives to every node; row 0 is below all blocks."""
 File = dict[str, Any]
 
 
@@ -88,12 +79,12 @@ def served(folder: Path) -> Iterator[str]:
             thread.join()
 
 
-def drawn(browser: Browser, folder: Path, script: str = READ) -> Any:
+def drawn(browser: Browser, folder: Path) -> Any:
     """What the front end makes of the graphs of a folder."""
     with served(folder) as address, browser.open("") as page:
         page.tab.route("**/read", lambda route: route.fulfill(body=PAGE, content_type="text/html"))
         page.tab.goto(f"{address}/read")
-        return page.evaluate(script)
+        return page.evaluate(READ)
 
 
 def folder_of(file: File, folder: Path) -> Path:
@@ -132,40 +123,6 @@ def test_no_node_and_no_link_is_hidden(
     here = [len(file["nodes"]), len(file["links"])]
     assert min(here) > 10
     assert drawn(browser, folder_of(file, tmp_path)) == [[here, here]]
-
-
-def unnamed(file: File, browser: Browser, folder: Path) -> list[str]:
-    """Nodes below all blocks that the page does not draw as what they are."""
-    page = drawn(browser, folder_of(file, folder), NAMED)
-    wrong = []
-    for node in file["nodes"]:
-        sign, text, row = page[node["node_id"]]
-        token = node["clerp"].startswith(("embed ", "cvec "))
-        name = "Emb: " if token else node["clerp"]
-        if node["layer"] == "E" and not (
-            row == 0 and sign == ("■" if token else "●") and text.startswith(name)
-        ):
-            wrong.append(node["clerp"].split(" ")[0])
-    return wrong
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("name", "others"),
-    [
-        ("positions", {"pos_embed", "constants"}),
-        ("basis", {"mean", "pos", "constants"}),
-    ],
-)
-def test_only_tokens_look_like_tokens(
-    name: str, others: set[str], browser: Browser, tmp_path: Path
-) -> None:
-    file = MADE[name]()
-    assert not unnamed(file, browser, tmp_path)
-    below = [node for node in file["nodes"] if node["layer"] == "E"]
-    assert others < {node["clerp"].split(" ")[0] for node in below}
-    same = [n | {"feature_type": "embedding"} if n in below else n for n in file["nodes"]]
-    assert set(unnamed(file | {"nodes": same}, browser, tmp_path)) == others
 
 
 @pytest.mark.nightly

@@ -23,6 +23,8 @@ MORE = ("neox", "qwen3", "olmo2", "olmo2-grouped", "falcon-alibi", "gptj", "mist
 """Parallel blocks, QK-norm over a head and over all heads, norms behind blocks, ALiBi, adjacent
 pairs, sliding window, ReLU, biases of projections."""
 EVERY = (*KINDS, *MORE)
+BOTH = [(kind, 1.0) for kind in EVERY] + [(kind, 0.5) for kind in KINDS]
+"""Kinds and the share that their graphs keep."""
 UNBIASED = ("llama", "gemma2", "qwen3", "olmo2", "mistral")
 """Models without any bias."""
 AT = 7
@@ -98,8 +100,7 @@ def test_leaves_are_gradients_of_hugging_faces_frozen_code(kind: str, follow: bo
             assert float((ours - heads).abs().max()) < WITHIN * size(graph)
 
 
-@pytest.mark.parametrize("kind", EVERY)
-@pytest.mark.parametrize("keep", [1.0, 0.5])
+@pytest.mark.parametrize(("kind", "keep"), BOTH)
 def test_tokens_sum_to_the_logit_and_edges_to_their_node(kind: str, keep: float) -> None:
     graph = one(kind, keep)
     within = WITHIN * size(graph)
@@ -127,40 +128,20 @@ def test_a_model_without_biases_has_no_constants(kind: str) -> None:
     assert small == (kind != "gpt2")
 
 
-def test_mlps_as_leaves_are_inputs() -> None:
-    graph, followed = one("llama", mlp="leaf"), one("llama")
-    assert graph.value == pytest.approx(followed.value, abs=1e-12)
-    table: Any = graph.tokens().df
-    assert list(table)[-1] == "mlps"
-    assert table["value"].sum() == pytest.approx(graph.value, abs=WITHIN * size(graph))
-    assert not (graph.edges["target"].str.startswith("mlp")).any()
-
-
-def test_leaves_of_a_basis_sum_to_the_embeddings() -> None:
-    model = tiny("bridge", "llama")
-    basis = tlg.decompose(model, tokens(24, 20, seed=2), progress=False)
-    options: dict[str, Any] = {"position": AT, "keep": 0.5}
-    parts = tlg.trace_logit(model, PROMPTS[:1], ANSWER, basis=basis, **options)
-    whole = tlg.trace_logit(model, PROMPTS[:1], ANSWER, **options)
-    assert parts.leaf_names == ("mean", "pos", "cvec")
-    assert far(parts.leaf_values.sum(0), whole.leaf_values.sum(0)) < 1e-5
-
-
 # ---- two prompts: laws (a) to (g)
 
 
-@pytest.mark.parametrize("kind", EVERY)
-@pytest.mark.parametrize("keep", [1.0, 0.5])
+@pytest.mark.parametrize(("kind", "keep"), BOTH)
 def test_between_two_prompts_everything_is_one_sum(kind: str, keep: float) -> None:
     graph = two(kind, keep)
     within = WITHIN * size(graph)
-    with InDouble():
-        here, there = (
-            tlg.trace_logit(exact(kind), rows[:1], ANSWER, other=OTHER, keep=0.1).value
-            for rows in (PROMPTS, OTHERS)
-        )
-    assert graph.value == pytest.approx(here - there, abs=within)
-    assert abs(here - there) > 1e4 * within
+    rows = torch.cat([PROMPTS[:1], OTHERS[:1]])
+    with InDouble(), torch.no_grad():  # before the cap of Gemma 2
+        known = decoder(kind).run(rows)["raw_logits", 0] if kind in KINDS else exact(kind)(rows)
+    here, there = (row[ANSWER] - row[OTHER] for row in known[:, -1])
+    change = float(here - there)
+    assert graph.value == pytest.approx(change, abs=within)
+    assert abs(change) > 1e4 * within
     assert total(graph.tokens()) == pytest.approx(graph.value, abs=within)  # (a)
     assert total(graph.direct()) == pytest.approx(graph.value, abs=within)
     types = ("value", "query", "key")
@@ -196,7 +177,7 @@ def test_it_is_the_references_graph(kind: str) -> None:
     assert compared > 3
 
 
-@pytest.mark.parametrize("kind", EVERY)
+@pytest.mark.parametrize("kind", KINDS)
 def test_turned_around_every_sign_turns(kind: str) -> None:
     here, there = two(kind), two(kind, turned=True)  # (d)
     for name in ("leaf_values", "head_values", "mlp_values", "direct_heads"):
@@ -207,7 +188,7 @@ def test_turned_around_every_sign_turns(kind: str) -> None:
     assert float((pair[0] + pair[1]).abs().max()) < WITHIN * size(here)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["gpt2", "gemma2"])
 def test_equal_prompts_differ_in_nothing(kind: str) -> None:
     with InDouble():  # (f)
         graph = tlg.trace_logit(
@@ -249,25 +230,11 @@ def test_in_single_precision_it_sums_within_rounding(kind: str) -> None:
 def test_a_mixture_of_experts_is_a_leaf_or_refused_by_name() -> None:
     model = tiny("bridge", "gpt-oss")
     options: dict[str, Any] = {"counterfactual": OTHERS[:1], "keep": 0.5}
-    with pytest.raises(tlg.UnsupportedModelError, match="experts"):
-        tlg.trace_logit(model, PROMPTS[:1], ANSWER, **options)
     for more in (options, {}):
+        with pytest.raises(tlg.UnsupportedModelError, match="MLP of block 0"):
+            tlg.trace_logit(model, PROMPTS[:1], ANSWER, **more)
         graph = tlg.trace_logit(model, PROMPTS[:1], ANSWER, mlp="leaf", **more)
         assert total(graph.tokens()) == pytest.approx(graph.value, abs=1e-5 * size(graph))
-    # the last token alone differs by little: the same experts are chosen
-    close = model.W_E.clone()
-    near = PROMPTS[:1].clone()
-    near[0, -1] = 60
-    with torch.no_grad():
-        model.W_E[60] = close[PROMPTS[0, -1]] * 1.02
-    try:
-        graph = tlg.trace_logit(model, PROMPTS[:1], ANSWER, counterfactual=near, keep=0.5)
-        assert abs(graph.value) > 1e-4
-        assert total(graph.tokens()) == pytest.approx(graph.value, abs=1e-5 * size(graph))
-        assert graph.mlp_values.abs().sum() > 0
-    finally:
-        with torch.no_grad():
-            model.W_E[60] = close[60]
 
 
 # ---- results
@@ -290,13 +257,7 @@ def test_a_graph_is_kept_in_a_file_and_in_json(tmp_path: Any) -> None:
                 assert into[node["node_id"]] == wanted
         (target,) = (node for node in file["nodes"] if node["is_target_logit"])
         assert into[target["node_id"]] == pytest.approx(graph.value, abs=WITHIN * size(graph))
-
-
-def test_the_text_says_what_was_traced() -> None:
-    text = repr(one("gpt2", 0.5))
-    assert "'<5>' - '<9>'" in text
-    assert "position 7" in text
-    assert "between two prompts" in repr(two("gpt2", 0.5))
+        assert "'<5>' - '<9>'" in repr(graph)
 
 
 def test_the_default_graph_holds_most_of_what_reaches_the_logit() -> None:

@@ -63,8 +63,7 @@ class NormMap:
 
     def linear(self, x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         """The map of a part of the input."""
-        x = self.centre(x)
-        return self._scaled(x) * self.gain
+        return self._scaled(self.centre(x)) * self.gain
 
     def adjoint(self, g: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         """Its transpose."""
@@ -85,9 +84,8 @@ class NormMap:
         return self._pick(slice(contexts))
 
     def _pick(self, chosen: Any) -> NormMap:
-        names = ("inverse", "middle", "slope")
-        given = {name: getattr(self, name) for name in names}
-        return replace(self, **{n: None if x is None else x[chosen] for n, x in given.items()})
+        middle, slope = (None if x is None else x[chosen] for x in (self.middle, self.slope))
+        return replace(self, inverse=self.inverse[chosen], middle=middle, slope=slope)
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,9 +201,8 @@ class Frozen(Live):
         return linear + norm.bias if isinstance(norm, NormWeights) else linear
 
     def shares(self, norm: NormWeights, parts: Tensor) -> Tensor:
-        return self._keep(lambda: self.map(norm, parts.sum(0))).linear(parts) + norm.bias / len(
-            parts
-        )
+        linear = self._keep(lambda: self.map(norm, parts.sum(0))).linear(parts)
+        return linear + norm.bias / len(parts)
 
     def hidden(
         self, act: Callable[[Tensor], Tensor], gate: Tensor, linear: Tensor | None
@@ -263,7 +260,11 @@ class Between(Live):
         return _LineOfRows.apply(rows) if torch.is_grad_enabled() else rows.softmax(-1)
 
     def module(self, module: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        return _LineOfModule.apply(x, module) if torch.is_grad_enabled() else module(x)
+        what, instead = "a mixture of experts between two runs", 'mlp="leaf", or method="gradient"'
+        needless, error = not x.requires_grad, UnsupportedModelError
+        expected, got = "no way back through experts", "a router, which may choose others"
+        require(needless, what, expected=expected, got=got, instead=instead, error=error)
+        return module(x)
 
 
 def through(value: Tensor, linear: Callable[[], Tensor]) -> Tensor:
@@ -336,20 +337,17 @@ class _LineOfRows(torch.autograd.Function):
         change, reach = first - second, 1 + gap.abs().amax(-1)
         within = max(CLOSED, torch.finfo(rows.dtype).eps)
         left = torch.arange(len(gap), device=gap.device)
-        ctx.levels, nodes, missed = [], 0, None
+        ctx.levels, missed = [], torch.zeros_like(gap)
         for nodes in NODES:
-            closed = along_rows(ends[1][left], gap[left], gap[left], nodes)
-            error = (closed - change[left]).abs().amax(-1)
-            done = error <= within * reach[left]
-            done = torch.ones_like(done) if nodes == NODES[-1] else done
-            ctx.levels.append((nodes, left[done]))
-            missed = torch.zeros_like(gap)
-            missed[left] = change[left] - closed
+            error = change[left] - along_rows(ends[1][left], gap[left], gap[left], nodes)
+            done = error.abs().amax(-1) <= within * reach[left]
+            last = nodes == NODES[-1]
+            missed[left] = error * last  # of rows that closed it is rounding
+            ctx.levels.append((nodes, left[done | last]))
             left = left[~done]
             if not len(left):
                 break
-        # of rows that closed it is rounding
-        ctx.save_for_backward(ends[1], gap, missed if nodes == NODES[-1] else None)
+        ctx.save_for_backward(ends[1], gap, missed)
         return pattern
 
     @staticmethod
@@ -358,45 +356,7 @@ class _LineOfRows(torch.autograd.Function):
         g = grads[0].double().flatten(0, -2).chunk(2)[0]
         back = torch.zeros_like(gap)
         for nodes, rows in ctx.levels:
-            if len(rows):
-                back[rows] = along_rows(end[rows], gap[rows], g[rows], nodes)
-        if missed is not None:
-            share = (missed * g).sum(-1, keepdim=True) / gap.square().sum(-1, keepdim=True).clamp(
-                min=1e-300
-            )
-            back += gap * share
+            back[rows] = along_rows(end[rows], gap[rows], g[rows], nodes)
+        size = gap.square().sum(-1, keepdim=True).clamp(min=1e-300)
+        back += gap * (missed * g).sum(-1, keepdim=True) / size
         return torch.cat([back, -back]).view_as(grads[0]).to(grads[0])
-
-
-class _LineOfModule(torch.autograd.Function):
-    """A module of the model's own; back through the mean of its derivative on the line between both
-    halves. Where a router chooses other experts on the way this does not close, and is refused."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, module: Callable[[Tensor], Tensor]) -> Tensor:
-        out = module(x)
-        ctx.module = module
-        ctx.save_for_backward(x, out)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (x, out), g = ctx.saved_tensors, grads[0].chunk(2)[0]
-        (a, b), (after, before) = x.chunk(2), out.chunk(2)
-        back = torch.zeros_like(a)
-        for t, weight in gauss_legendre(NODES[1]):
-            with torch.enable_grad():
-                at = (b + t * (a - b)).requires_grad_()
-                back += weight * torch.autograd.grad(ctx.module(at), at, g)[0]
-        exact, linear = (g * (after - before)).sum(-1), (back * (a - b)).sum(-1)
-        size = (g * after).abs().sum(-1) + (g * before).abs().sum(-1)
-        # 1e-4: far above rounding in float32, far below what another expert writes
-        require(
-            bool(((exact - linear).abs() <= 1e-4 * size + 1e-12).all()),
-            "a mixture of experts between two runs",
-            expected="the same experts in both runs",
-            got="a router that chooses others",
-            instead='mlp="leaf", or method="gradient"',
-            error=UnsupportedModelError,
-        )
-        return torch.cat([back, -back]), None

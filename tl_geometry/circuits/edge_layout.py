@@ -9,9 +9,8 @@ and the output. Writers stand in the order in which they write, so that a reader
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import accumulate
 
 import torch
 from jaxtyping import Bool, Int
@@ -23,38 +22,27 @@ from tl_geometry.models.write_spec import require_decoder
 
 EMBED, OUTPUT = "embed", "output"
 """The first writer and the last reader."""
-NO_MLP, SEQUENTIAL, PARALLEL = "none", "sequential", "parallel"
-"""What the MLP of a block reads: there is none, the stream after attention, or that before it."""
-
-
-class LayerReaders(NamedTuple):
-    """Numbers of the readers of one block in the list of readers (``mlp`` is empty without one)."""
-
-    query: slice
-    key: slice
-    value: slice
-    mlp: slice
+KINDS = ("q", "k", "v", "mlp")
+"""Kinds of readers of a block, in the order of the list of readers."""
 
 
 @dataclass(frozen=True)
 class EdgeLayout:
-    """The writers and readers of a model: ``n_key_heads[l]`` groups of heads of block l share keys
-    and values, ``mlps[l]`` says what its MLP reads.
+    """The writers and readers of a model by name: ``"embed"``, ``"L5H1"``, ``"mlp5"``;
+    ``"L5H1<q>"``, ``"L5H0-2<k>"`` (heads 0 to 2 share a key), ``"mlp5"``, ``"output"``. ``seen``
+    says how many writers each reader sees, the first so many; ``borders`` of each block where
+    its readers begin, and where those of each kind end.
 
-    >>> layout = EdgeLayout(
-    ...     n_layers=1, n_heads=2, d_model=8, n_key_heads=(1,), mlps=("sequential",)
-    ... )
-    >>> layout.writers, layout.readers[:4]
-    (('embed', 'L0H0', 'L0H1', 'mlp0'), ('L0H0<q>', 'L0H1<q>', 'L0H0-1<k>', 'L0H0-1<v>'))
-    >>> layout.readers[4:], layout.seen
-    (('mlp0', 'output'), (1, 1, 1, 1, 3, 4))
+    >>> import tl_geometry as tlg
+    >>> layout = EdgeLayout.of(tlg.view(tlg.zoo.embedded()))
+    >>> layout.writers[:2], layout.readers[4:6], layout.seen[-1] == len(layout.writers)
+    (('embed', 'L0H0'), ('L0H0<k>', 'L0H1<k>'), True)
     """
 
-    n_layers: int
-    n_heads: int
-    d_model: int
-    n_key_heads: tuple[int, ...]
-    mlps: tuple[str, ...]
+    writers: tuple[str, ...]
+    readers: tuple[str, ...]
+    seen: tuple[int, ...]
+    borders: tuple[tuple[int, ...], ...]
 
     @classmethod
     def of(cls, view: ModelView) -> EdgeLayout:
@@ -64,71 +52,26 @@ class EdgeLayout:
         than its module does for a norm of the stream.
         """
         require_decoder(view, f"edges of {view.name}")
-        mlps = [live_mlp(view, layer) for layer in range(view.n_layers)]
-        return cls(
-            n_layers=view.n_layers,
-            n_heads=view.n_heads,
-            d_model=view.d_model,
-            n_key_heads=tuple(view.key_heads(layer) for layer in range(view.n_layers)),
-            mlps=tuple(
-                NO_MLP if mlp is None else PARALLEL if mlp.parallel else SEQUENTIAL for mlp in mlps
-            ),
-        )
+        writers, readers, borders = [EMBED], [], []
+        for layer in range(view.n_layers):
+            mlp, groups, before = live_mlp(view, layer), view.key_heads(layer), len(writers)
+            size, heads = view.n_heads // groups, range(view.n_heads)
+            shared = [f"{h}" if size == 1 else f"{h}-{h + size - 1}" for h in heads[::size]]
+            sizes = (len(readers), len(heads), groups, groups, int(mlp is not None))
+            borders.append(tuple(accumulate(sizes)))
+            readers += [(f"L{layer}H{head}<q>", before) for head in heads]
+            readers += [(f"L{layer}H{group}<{side}>", before) for side in "kv" for group in shared]
+            writers += [f"L{layer}H{head}" for head in heads]
+            if mlp is not None:
+                readers.append((f"mlp{layer}", before if mlp.parallel else len(writers)))
+                writers.append(f"mlp{layer}")
+        names, seen = zip(*readers, (OUTPUT, len(writers)), strict=True)
+        return cls(tuple(writers), names, seen, tuple(borders))
 
-    def _layers(self) -> Iterator[tuple[int, int, int, str]]:
-        """Of every block its number, the number of writers before it, the size of a group of heads,
-        and what its MLP reads."""
-        before = 1
-        for layer, mlp in enumerate(self.mlps):
-            yield layer, before, self.n_heads // self.n_key_heads[layer], mlp
-            before += self.n_heads + (mlp != NO_MLP)
-
-    @property
-    def writers(self) -> tuple[str, ...]:
-        """Names of the writers."""
-        names = [EMBED]
-        for layer, _, _, mlp in self._layers():
-            names += [f"L{layer}H{head}" for head in range(self.n_heads)]
-            names += [f"mlp{layer}"] if mlp != NO_MLP else []
-        return tuple(names)
-
-    @property
-    def head_writers(self) -> Int[Tensor, " head"]:
-        """Numbers of the heads among the writers, layer by layer."""
-        return torch.tensor([i for i, name in enumerate(self.writers) if name[0] == "L"])
-
-    def _rows(self) -> list[tuple[str, int]]:
-        """Each reader's name, and how many writers it sees: the first so many."""
-        rows: list[tuple[str, int]] = []
-        for layer, before, size, mlp in self._layers():
-            rows += [(f"L{layer}H{head}<q>", before) for head in range(self.n_heads)]
-            firsts = range(0, self.n_heads, size)
-            groups = [f"{h}" if size == 1 else f"{h}-{h + size - 1}" for h in firsts]
-            rows += [(f"L{layer}H{group}<{side}>", before) for side in "kv" for group in groups]
-            seen = before + (self.n_heads if mlp == SEQUENTIAL else 0)
-            rows += [(f"mlp{layer}", seen)] if mlp != NO_MLP else []
-        return [*rows, (OUTPUT, len(self.writers))]
-
-    @property
-    def readers(self) -> tuple[str, ...]:
-        """Names of the readers: ``"L5H1<q>"``, ``"L5H0-2<k>"`` (heads 0 to 2 share a key),
-        ``"mlp5"``, ``"output"``."""
-        return tuple(name for name, _ in self._rows())
-
-    @property
-    def seen(self) -> tuple[int, ...]:
-        """How many writers each reader sees: the first so many."""
-        return tuple(seen for _, seen in self._rows())
-
-    def layer_readers(self) -> Iterator[LayerReaders]:
-        """The readers of each block."""
-        at = 0
-        for layer, _, _, mlp in self._layers():
-            groups, slices = self.n_key_heads[layer], []
-            for size in (self.n_heads, groups, groups, int(mlp != NO_MLP)):
-                slices.append(slice(at, at + size))
-                at += size
-            yield LayerReaders(*slices)
+    def of_block(self, layer: int, kind: str) -> slice:
+        """Numbers of the readers of one kind in a block (none of an MLP that is not there)."""
+        at = KINDS.index(kind)
+        return slice(*self.borders[layer][at : at + 2])
 
     @property
     def allowed(self) -> Bool[Tensor, "row writer"]:
@@ -140,11 +83,14 @@ class EdgeLayout:
         targets, sources = self.allowed.nonzero().unbind(1)
         return sources, targets
 
+    def pairs(self) -> list[tuple[str, str]]:
+        """Writer and reader of every edge by name."""
+        ends = zip(*(end.tolist() for end in self.ends()), strict=True)
+        return [(self.writers[source], self.readers[target]) for source, target in ends]
+
     def edge_names(self) -> tuple[str, ...]:
         """Every edge by name, ``"L0H3->L5H1<q>"``."""
-        writers, readers = self.writers, self.readers
-        ends = zip(*(end.tolist() for end in self.ends()), strict=True)
-        return tuple(f"{writers[source]}->{readers[target]}" for source, target in ends)
+        return tuple(f"{writer}->{reader}" for writer, reader in self.pairs())
 
     def kept(self, edges: Bool[Tensor, " edge"]) -> Bool[Tensor, "row writer"]:
         """A set of edges as a matrix of readers and writers."""

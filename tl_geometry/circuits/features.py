@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import groupby
+from typing import Any, ClassVar
 
 import torch
 from einops import einsum, rearrange
@@ -23,18 +24,14 @@ from tl_geometry.base import checks
 from tl_geometry.base.checks import Head, describe
 from tl_geometry.base.errors import require
 from tl_geometry.base.results import Result
-from tl_geometry.base.rows import row_center
 from tl_geometry.circuits.dictionaries import Dictionary
-from tl_geometry.circuits.head_readers import HEAD_SIDES, SHARES, score_reads
-from tl_geometry.circuits.writer_sweep import first_kept
+from tl_geometry.circuits.head_readers import HEAD_SIDES, SHARES, Cells, Reads, first_kept
 from tl_geometry.corpus.sources import as_tokens
 from tl_geometry.corpus.token_windows import TokensLike
-from tl_geometry.models.attention import scores_of
 from tl_geometry.models.batches import batch_of
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.reader import as_view
-from tl_geometry.models.softmax import masked_softmax, soft_cap
 from tl_geometry.scores.corpus_pass import CorpusPass
 from tl_geometry.scores.terms import BIAS
 
@@ -64,30 +61,19 @@ class FeatureShares(Result):
     pair_gs: Float[Tensor, "head pair"]
     unexplained: float
     drop: int
+    sides: ClassVar = HEAD_SIDES[:2]
+    table_axes, table_values = ("head", "side", "part"), ("cs", "gs")
 
     @property
     def parts(self) -> tuple[str, ...]:
         """Names of the parts."""
         return (BIAS, ERROR, OFFSET, *(f"f{i}" for i in self.feature_ids.tolist()))
 
-    def columns(self) -> Sequence[str]:
-        return ("layer", "head", "side", "part", "cs", "gs")
-
-    def rows(self, most: int = 20) -> Sequence[Sequence[object]]:
-        """The error's share first, then the ``most`` largest parts of each head and side, then its
-        pairs."""
-        table: list[Sequence[object]] = []
-        for h, head in enumerate(self.heads):
-            for s, side in enumerate(HEAD_SIDES[:2]):
-                sizes = self.gs[h, s].abs().nan_to_num()
-                sizes[1] = torch.inf  # the error
-                for p in sizes.argsort(descending=True, stable=True)[: 1 + most].tolist():
-                    shares = float(self.cs[h, s, p]), float(self.gs[h, s, p])
-                    table.append((*head, side, self.parts[p], *shares))
-            pairs = zip(self.pairs[h].tolist(), self.pair_cs[h], self.pair_gs[h], strict=True)
-            named = ((f"f{a}-f{b}", float(cs), float(gs)) for (a, b), cs, gs in pairs if a >= 0)
-            table += [(*head, "pair", *pair) for pair in named]
-        return table
+    def rows(self) -> Sequence[Sequence[object]]:
+        """The error's share first on each side, then the parts by gain, the largest first."""
+        sides: Any = groupby(super().rows(), lambda row: row[:3])
+        order = lambda row: (row[3] != ERROR, -abs(row[5]))  # noqa: E731
+        return [row for _, side in sides for row in sorted(side, key=order)]
 
 
 def feature_shares(
@@ -168,18 +154,18 @@ class _FeatureSums:
         self.energy += torch.stack([x[:, kept].square().sum() for x in (error, h)]).cpu()
         active = (activations != 0).flatten(0, 1).any(0)
         ids, dense = active.nonzero()[:, 0], torch.stack([error, offset.expand_as(h)])
-        sides, _, floor = score_reads(layer, self.drop, self.heads)
-        for s, r in enumerate(sides):
-            projected = einsum(dense, r.matrix, "p b i d, d h e -> p b i h e")
-            of_dense = einsum(projected, r.cotangents, "p b i h e, n b i h e -> n h p")
-            directions = einsum(decoder[ids], r.matrix, "f d, d h e -> f h e")
-            read = einsum(activations[..., ids], r.cotangents, "b i f, n b i h e -> n f h e")
-            of_features = einsum(read, directions, "n f h e, f h e -> n h f")
-            self.shares[:, s, :, 0] += r.constant.sum(1).cpu()
-            self.shares[:, s, :, 1:3] += of_dense.cpu()
-            self.shares[:, s, :, 3:].index_add_(-1, ids.cpu(), of_features.double().cpu())
-        self.total += sides[0].total.sum(1).cpu()
-        self.floor += floor[self.heads].cpu()
+        reads = Reads.of(layer, self.drop, self.heads)
+        gradients, matrix = reads.cotangents, reads.matrix
+        projected = einsum(dense, matrix, "p b i d, s d h e -> p s b i h e")
+        of_dense = einsum(projected, gradients, "p s b i h e, n s b i h e -> n s h p")
+        read = einsum(activations[..., ids], gradients, "b i f, n s b i h e -> n s f h e")
+        directions = einsum(decoder[ids], matrix, "f d, s d h e -> s f h e")
+        of_features = einsum(read, directions, "n s f h e, s f h e -> n s h f")
+        self.shares[..., 0] += reads.constant.sum(2).cpu()
+        self.shares[..., 1:3] += of_dense.cpu()
+        self.shares[..., 3:].index_add_(-1, ids.cpu(), of_features.double().cpu())
+        self.total += reads.total[:, 0].sum(1).cpu()
+        self.floor += reads.floor[0].cpu()
         self.seen |= active.cpu()
         if self.per_cell and len(ids):
             self._add_pairs(layer, activations[..., ids], ids, decoder[ids])
@@ -210,7 +196,7 @@ class _FeatureSums:
         """The largest pairs of each cell. ``place`` says where the features of each token stand
         among ``ids``; a token with fewer than the most has products of 0."""
         allowed, heads, start = layer.allowed[self.drop :, self.drop :], self.heads, self.drop
-        weights = self._weights(layer, allowed)
+        weights = Cells.of(layer, start, slice(start, None)).weights[:, :, heads]
         most = int((activations != 0).sum(-1).max())
         places = activations.abs().topk(most, -1).indices
         factors = activations.gather(-1, places)
@@ -240,18 +226,6 @@ class _FeatureSums:
         each = torch.cat(values, -1)
         self.sums = each.new_zeros(len(SHARES), len(self.codes)).index_add_(1, place, each).cpu()
         self.codes = self.codes.cpu()
-
-    def _weights(
-        self, layer: LayerView, allowed: Tensor
-    ) -> Float[Tensor, "weight batch head query key"]:
-        """What cells count by: row-centred scores, and attention minus uniform."""
-        q, k = (x[:, self.drop :, self.heads] for x in (layer.q, layer.k))
-        score = scores_of(q, k, layer.scale)
-        if layer.bias is not None:
-            score = score + layer.bias[self.heads][:, self.drop :, self.drop :]
-        p = masked_softmax(soft_cap(score, layer.softcap), allowed)
-        above_uniform = p - allowed / allowed.sum(-1, keepdim=True).clamp(min=1)
-        return torch.stack([row_center(score, allowed), above_uniform])
 
     def finished(self, most: int) -> dict[str, Any]:
         """Fields of the result."""

@@ -20,14 +20,14 @@ What the others carry is one number, the node's rest of that type.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from einops import einsum
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tl_geometry.circuits.runner import Apart, Attended, Block, Write
+from tl_geometry.circuits.runner import Apart, Attended, Block
 from tl_geometry.circuits.walk import Layer, Walk, fewest_carrying
 
 VALUE, QUERY, KEY = range(3)
@@ -36,48 +36,30 @@ TARGET_NODE, CONSTANTS_NODE = 0, 1
 """Rows of the two nodes that every graph has."""
 
 
-class _Sources(NamedTuple):
-    """Nodes that have written so far: their numbers, positions and writes."""
-
-    nodes: Int[Tensor, " source"]
-    positions: Int[Tensor, " source"]
-    writes: Float[Tensor, "source d_model"]
-
-
 class EdgeFinder:
     """Forms the edges between the chosen nodes of one walk, block by block from the first, and
-    prunes them."""
+    prunes them as they are formed. ``sources`` are the nodes that have written so far,
+    ``writes [source d_model]`` what they wrote."""
 
-    def __init__(
-        self,
-        walk: Walk,
-        leaves: dict[str, Write],
-        first_constant: Write,
-        nodes: dict[str, Any],
-        keep: float,
-    ) -> None:
-        self.walk, self.keep, self.nodes = walk, keep, nodes
-        count, length = len(self.nodes["layers"]), len(first_constant)
+    def __init__(self, walk: Walk, nodes: dict[str, Any], keep: float) -> None:
+        self.walk, self.keep, self.nodes, self.constant = walk, keep, nodes, walk.constant
+        count, length = len(nodes["layers"]), len(walk.constant)
         self.totals, self.rest = (torch.zeros(count, 3, dtype=torch.float64) for _ in range(2))
         self.attention, self.response = torch.zeros(2, count, length)
-        self.constant = first_constant
-        self.found: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-        device = first_constant.device
-        self.positions = self.nodes["positions"].to(device)
-        empty = torch.zeros(0, dtype=torch.int64, device=device)
-        self.sources = _Sources(empty, empty, first_constant[:0])
-        for name, part in leaves.items():
-            rows = [i for i, other in enumerate(self.nodes["components"]) if other == name]
-            at = torch.tensor(rows, dtype=torch.int64, device=device)
+        self.edges: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        self.positions = nodes["positions"].to(walk.constant.device)
+        self.sources, self.writes = self.positions[:0], walk.constant[:0]
+        for name, part in walk.leaves.items():
+            rows = [i for i, other in enumerate(nodes["components"]) if other == name]
+            at = torch.tensor(rows, dtype=torch.int64, device=self.positions.device)
             self._write(at, part[self.positions[at]])
 
     def tables(self) -> dict[str, Any]:
         """The nodes and edges of the graph, as fields of its result."""
-        walk = self.walk
+        walk, device = self.walk, self.positions.device
         for block, layer in zip(walk.runner.blocks, walk.layers, strict=True):
-            here = self.nodes["layers"] == block.number
-            heads = (here & (self.nodes["heads_of"] >= 0)).nonzero()[:, 0].to(self.positions.device)
-            mlps = (here & (self.nodes["heads_of"] < 0)).nonzero()[:, 0].to(self.positions.device)
+            here, is_head = self.nodes["layers"] == block.number, self.nodes["heads_of"] >= 0
+            heads, mlps = (x.nonzero()[:, 0].to(device) for x in (here & is_head, here & ~is_head))
             if block.parallel:
                 self._into_mlp(mlps, layer)
             if len(heads):
@@ -87,93 +69,100 @@ class EdgeFinder:
                 self._into_mlp(mlps, layer)
             self._write(mlps, layer.mlp[self.positions[mlps]])
             self.constant = self.constant + layer.mlp_constant
-        target = torch.tensor([TARGET_NODE], device=self.positions.device)
-        self.totals[TARGET_NODE, VALUE] = walk.value
-        self._here(VALUE, target, walk.direction.unsqueeze(0), walk.readout_constant)
+        target = torch.tensor([TARGET_NODE], device=device)
+        total = torch.tensor([walk.value], dtype=torch.float64)
+        self._from_stream(target, walk.direction.unsqueeze(0), total, walk.readout_constant)
         names = ("sources", "targets", "edge_types", "weights")
-        edges = dict(zip(names, (torch.cat(x) for x in zip(*self.found, strict=True)), strict=True))
-        tables = {"totals": self.totals, "rest": self.rest}
-        return (
-            self.nodes | edges | tables | {"attention": self.attention, "response": self.response}
-        )
+        edges = dict(zip(names, map(torch.cat, zip(*self.edges, strict=True)), strict=True))
+        tables = ("totals", "rest", "attention", "response")
+        return self.nodes | edges | {name: getattr(self, name) for name in tables}
 
     def _write(self, nodes: Int[Tensor, " row"], writes: Float[Tensor, "row d_model"]) -> None:
         """Some nodes have written."""
-        new = (nodes, self.positions[nodes], writes)
-        self.sources = _Sources(*(torch.cat(x) for x in zip(self.sources, new, strict=True)))
+        self.sources = torch.cat([self.sources, nodes])
+        self.writes = torch.cat([self.writes, writes])
 
     def _add(
         self,
         edge_type: int,
         targets: Int[Tensor, " row"],
-        weights: Float[Tensor, "row source"],
+        weights: Float[Tensor, "row column"],
         constants: Float[Tensor, " row"],
+        total: Float[Tensor, " row"],
+        columns: Int[Tensor, "row column"] | None = None,
     ) -> None:
         """Prune the edges of one type into some targets; one from the constants is kept whatever
-        its size."""
-        carrying = fewest_carrying(weights, self.keep)
-        carried = torch.where(carrying, weights, 0.0).sum(1, dtype=torch.float64) + constants
-        rows, columns = carrying.nonzero().T
-        targets, constants = targets.cpu(), constants.double().cpu()
-        rest = self.totals[targets, edge_type] - carried.cpu()
-        # with every edge kept the rest is rounding
-        self.rest[targets, edge_type] = rest if self.keep < 1 else torch.zeros_like(rest)
+        its size. ``columns`` says whose ``weights`` they are, by default of all sources."""
+        row, column = fewest_carrying(weights, self.keep).nonzero(as_tuple=True)
+        values = weights[row, column].double().cpu()
+        source = self.sources[column if columns is None else columns[row, column]].cpu()
+        row, constants, targets = row.cpu(), constants.double().cpu(), targets.cpu()
+        self.totals[targets, edge_type] = total.double().cpu()
+        if self.keep < 1:  # with every edge kept the rest is rounding
+            rest = self.totals[targets, edge_type] - constants
+            self.rest[targets, edge_type] = rest.index_add(0, row, values, alpha=-1)
         own = constants.nonzero()[:, 0]
-        ends = torch.cat([targets[rows.cpu()], targets[own]])
-        sources = torch.cat(
-            [self.sources.nodes[columns].cpu(), torch.full_like(own, CONSTANTS_NODE)]
-        )
-        values = torch.cat([weights[rows, columns].double().cpu(), constants[own]])
-        self.found.append((sources, ends, torch.full_like(ends, edge_type), values))
+        sources = torch.cat([source, torch.full_like(own, CONSTANTS_NODE)])
+        ends, values = targets[torch.cat([row, own])], torch.cat([values, constants[own]])
+        self.edges.append((sources, ends, torch.full_like(ends, edge_type), values))
 
-    def _here(
+    def _same_place(self, at: Int[Tensor, " row"]) -> tuple[Int[Tensor, "row column"], Tensor]:
+        """The sources at the position of each target, and which of these columns are there."""
+        places, length = self.positions[self.sources], len(self.constant)
+        order, counts = places.argsort(stable=True), places.bincount(minlength=length)
+        first = counts.cumsum(0) - counts
+        column = torch.arange(int(counts.max()), device=places.device)
+        there = column < counts[at].unsqueeze(1)
+        return order[((first[at].unsqueeze(1) + column) * there)], there
+
+    def _from_stream(
         self,
-        edge_type: int,
         targets: Int[Tensor, " row"],
         vectors: Float[Tensor, "row d_model"],
+        total: Float[Tensor, " row"],
         constant: float = 0.0,
     ) -> None:
-        """Edges ``vector . write`` from what was written at the target's own position."""
+        """Value edges ``vector . write`` from what was written at the target's own position."""
         at = self.positions[targets]
-        weights = vectors @ self.sources.writes.mT
-        weights = weights * (self.sources.positions == at.unsqueeze(1))
-        self._add(edge_type, targets, weights, (vectors * self.constant[at]).sum(-1) + constant)
+        columns, there = self._same_place(at)
+        weights = einsum(vectors, self.writes[columns], "r d, r c d -> r c") * there
+        constants = (vectors * self.constant[at]).sum(-1) + constant
+        self._add(VALUE, targets, weights, constants, total, columns)
 
     def _into_mlp(self, rows: Int[Tensor, " row"], layer: Layer) -> None:
         """Value edges into the MLP of a block; one that is a leaf reads nothing."""
-        if not len(rows) or self.walk.leaf:
-            return
-        at = self.positions[rows]
-        self.totals[rows.cpu(), VALUE] = layer.ways[0].mlp[at].cpu()
-        self._here(VALUE, rows, layer.ways[0].mlp_read[at])
+        if len(rows) and not self.walk.leaf:
+            at = self.positions[rows]
+            self._from_stream(rows, layer.mlp_read[at], layer.mlps[0, at])
 
     def _heads(self, block: Block, layer: Layer, rows: Int[Tensor, " row"]) -> None:
         """Edges into heads of one block, and what these wrote."""
-        walk, arithmetic, sources = self.walk, self.walk.arithmetic(), self.sources
+        walk, arithmetic = self.walk, self.walk.arithmetic()
         entered = walk.states.streams[block.number]
         with torch.enable_grad():
             seen = block.attend(Apart(entered), arithmetic)
-            cotangent = walk.both(layer.ways[-1].z)
+            cotangent = walk.both(layer.z[-1])
             response = torch.autograd.grad(seen.z, seen.scores, cotangent)[0][0]
         with torch.no_grad():
             norm = arithmetic.map(block.spec.norm, entered)
-            everywhere = torch.arange(entered.shape[1], device=entered.device)
-            normed = norm.at(sources.positions).linear(sources.writes)
-            constant = norm.at(everywhere).linear(self.constant)
-            projected, constants = {}, {}
-            for which in "qkv":
-                head_norm = block.head_map(seen.sides[which].raw, which, arithmetic)
-                projected[which] = block.parts(normed, sources.positions, which, head_norm)
-                constants[which] = block.parts(constant, everywhere, which, head_norm)
+            every = torch.arange(entered.shape[1], device=entered.device)
+            stream = {"writes": (self.writes, self.positions[self.sources])}
+            stream |= {"constants": (self.constant, every)}
+            parts = {}
+            for name, (vectors, at) in stream.items():
+                normed = norm.at(at).linear(vectors)
+                for which in "qkv":
+                    head_norm = block.head_map(seen.sides[which].raw, which, arithmetic)
+                    parts[name, which] = block.parts(normed, at, which, head_norm)
             if not walk.between:
-                constants["q"] = constants["q"] + block.layer.q_constant[0]
-                constants["k"] = constants["k"] + block.layer.k_constant[0]
-            writes = walk.head_writes(block, seen, arithmetic)[0]
+                for which in "qk":
+                    constant = getattr(block.layer, f"{which}_constant")[0]
+                    parts["constants", which] = parts["constants", which] + constant
             heads = self.nodes["heads_of"].to(rows.device)[rows]
             for head in heads.unique().tolist():
-                sides = ({w: x[:, head] for w, x in y.items()} for y in (projected, constants))
-                of_head = rows[heads == head]
-                self._into_head(block, layer, head, of_head, seen, response[head], *sides)
+                of_head = {name: x[:, head] for name, x in parts.items()}
+                self._into_head(block, layer, head, rows[heads == head], seen, response, of_head)
+            writes = walk.head_writes(block, seen, arithmetic)[0]
         # after all edges into this block, so that no head reads another
         self._write(rows, writes[heads, self.positions[rows]])
 
@@ -184,55 +173,36 @@ class EdgeFinder:
         head: int,
         rows: Int[Tensor, " row"],
         seen: Attended,
-        response: Float[Tensor, "query key"],
-        projected: dict[str, Float[Tensor, "source d_head"]],
-        constants: dict[str, Float[Tensor, "position d_head"]],
+        response: Float[Tensor, "head query key"],
+        parts: dict[tuple[str, str], Float[Tensor, "source d_head"]],
     ) -> None:
-        """Value, query and key edges into one head at some queries."""
-        at, scale, source = self.positions[rows], block.spec.scale, self.sources.positions
-        pattern = seen.pattern[:, head].mean(0)[at]
+        """Value, query and key edges into one head at some queries, from the queries, keys and
+        values that ``parts`` of the stream make."""
+        at, source = self.positions[rows], self.positions[self.sources]
+        pattern, response = seen.pattern[:, head].mean(0)[at], response[head][at]
         q, k = (seen.sides[w].entering[:, :, head].mean(0) for w in "qk")
-        adjoint, c = layer.ways[0].z[at, head], scale * response[at]
-        pulled = c @ k
+        adjoint, c = layer.z[0][at, head], block.spec.scale * response
+        pulled, q = c @ k, q[at]
+        columns, there = self._same_place(at)
         weights = (
-            pattern[:, source] * (adjoint @ projected["v"].mT),
-            (source == at.unsqueeze(1)) * (pulled @ projected["q"].mT),
-            c[:, source] * (q[at] @ projected["k"].mT),
+            pattern[:, source] * (adjoint @ parts["writes", "v"].mT),
+            einsum(pulled, parts["writes", "q"][columns], "r e, r c e -> r c") * there,
+            c[:, source] * (q @ parts["writes", "k"].mT),
         )
-        from_constants = (
-            (pattern * (adjoint @ constants["v"].mT)).sum(-1),
-            (pulled * constants["q"][at]).sum(-1),
-            (c * (q[at] @ constants["k"].mT)).sum(-1),
+        # what all of the stream makes sums to all edges; without constants of the values
+        whole = {w: self.walk.written(block, seen, w)[:, head].double() for w in "qkv"}
+        each = {w: parts["constants", w] for w in "qkv"}
+        constants, totals = (
+            (
+                (pattern * (adjoint.to(x["v"]) @ x["v"].mT)).sum(-1),
+                (pulled * x["q"][at]).sum(-1),
+                (c * (q.to(x["k"]) @ x["k"].mT)).sum(-1),
+            )
+            for x in (each, whole)
         )
-        self._totals(rows, layer, head, seen, pattern, pulled, c, q)
-        self.attention[rows.cpu()] = pattern.float().cpu()
-        self.response[rows.cpu()] = response[at].float().cpu()
-        for edge_type in (VALUE, QUERY, KEY):
-            self._add(edge_type, rows, weights[edge_type], from_constants[edge_type])
-
-    def _totals(
-        self,
-        rows: Int[Tensor, " row"],
-        layer: Layer,
-        head: int,
-        seen: Attended,
-        pattern: Tensor,
-        pulled: Tensor,
-        response: Tensor,
-        q: Tensor,
-    ) -> None:
-        """What all edges of each type into some nodes sum to."""
-        at, targets = self.positions[rows], rows.cpu()
-        if not self.walk.between:
-            self.totals[targets, VALUE] = layer.ways[0].heads[head, at].cpu()
-            total = (pulled.double() * q[at].double()).sum(-1).cpu()
-            self.totals[targets, QUERY] = self.totals[targets, KEY] = total
-            return
-        sides = (seen.sides[w].entering[:, :, head].detach().double() for w in "qkv")
-        dq, dk, dv = (x[0] - x[1] for x in sides)
-        adjoint = layer.ways[0].z[at, head].double()
-        by_value = (pattern.double() * einsum(adjoint, dv, "r e, j e -> r j")).sum(-1)
-        by_key = (response.double() * einsum(q[at].double(), dk, "r e, j e -> r j")).sum(-1)
-        self.totals[targets, VALUE] = by_value.cpu()
-        self.totals[targets, QUERY] = (pulled.double() * dq[at]).sum(-1).cpu()
-        self.totals[targets, KEY] = by_key.cpu()
+        self.attention[rows.cpu()], self.response[rows.cpu()] = (
+            x.float().cpu() for x in (pattern, response)
+        )
+        for kind in (VALUE, QUERY, KEY):
+            picked = columns if kind == QUERY else None
+            self._add(kind, rows, weights[kind], constants[kind], totals[kind], picked)

@@ -14,9 +14,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import torch
+from tl_geometry.circuits.logit_graph import CONSTANTS, EDGE_TYPES, REST, TARGET, LogitGraph
 
-from tl_geometry.circuits.logit_graph import CONSTANTS, EDGE_TYPES, REST, LogitGraph
+Row = dict[str, Any]
+"""A row of the table of nodes."""
 
 COMPONENT_TYPE, REST_TYPE, LEAF_TYPE = "cross layer transcoder", "mlp reconstruction error", "leaf"
 """What the pages call a node of a block, and a part that a graph leaves out. They draw a type that
@@ -52,34 +53,42 @@ def neuronpedia(graph: LogitGraph) -> dict[str, Any]:
     ``influence`` of a node is cumulative: the share of all absolute values that the nodes down to
     this one carry.
     """
-    ids = [_node_id(graph, i) for i in range(len(graph.components))]
-    size = graph.values.abs()
-    order = size.argsort(descending=True, stable=True)
-    influence = torch.empty_like(size)
-    influence[order] = (size[order].cumsum(0) / size.sum().clamp(min=1e-300)).clamp(max=1.0)
-    nodes = [_node(graph, i, ids, float(influence[i])) for i in range(len(ids))]
-    linked = range(3) if graph.counterfactual is not None else (0,)
-    totals: dict[tuple[str, str], float] = {}
-    ends = (graph.sources, graph.targets, graph.edge_types, graph.weights)
-    for source, target, edge_type, weight in zip(*(x.tolist() for x in ends), strict=True):
-        if edge_type in linked:  # edges of several types between two nodes are one link
-            key = ids[source], ids[target]
-            totals[key] = totals.get(key, 0.0) + weight
-    for i, rest in enumerate(graph.rest[:, list(linked)].sum(1).tolist()):
-        if rest:
-            nodes.append(_rest_node(graph, i, rest))
-            totals[nodes[-1]["node_id"], ids[i]] = rest
-    links = [
-        {"source": s, "target": t, "weight": w, "signed": True} for (s, t), w in totals.items()
-    ]
+    table: Any = graph.nodes
+    own, between = table[table["kind"] != REST], graph.counterfactual is not None
+    edges: Any = graph.edges
+    linked = edges if between else edges[edges["type"] == EDGE_TYPES[0]]
+    # edges of several types between two nodes are one link
+    links = linked.groupby(["source", "target"], sort=False)["value"].sum()
+    rests = table[table["node"].isin(links.index.get_level_values("source"))]
+    rests = rests[rests["kind"] == REST].to_dict("records")
+    size = own["value"].abs()
+    influence = (size.cumsum() / max(size.sum(), 1e-300)).clip(upper=1.0)
+    given = own.assign(influence=influence).to_dict("records")
+    ids = {node["node"]: _node_id(graph, node) for node in (*given, *rests)}
+    nodes = {node["node"]: _node(graph, node, ids[node["node"]]) for node in given}
+    why: Any = edges[(edges["type"] != EDGE_TYPES[0]) & edges["source"].isin(list(nodes))]
+    for edge in why.groupby(["target", "type"]).head(SHOWN_CONTRIBUTORS).to_dict("records"):
+        lists = nodes[edge["target"]]["qk_tracing_results"]
+        name = f"top_{edge['type'][0]}_marginal_contributors"
+        lists[name].append([ids[edge["source"]], edge["value"]])
+    for rest in rests:
+        name = rest["node"]
+        nodes[name] = _rest(graph, rest, ids[name], float(links[name].sum()))
     tokens = list(graph.texts)
-    if all(node["ctx_idx"] == 0 for node in nodes):
+    if all(node["ctx_idx"] == 0 for node in nodes.values()):
         # front ends place nothing if the first column has it all, and delete all of a single column
         tokens = ["", *tokens]
-        nodes = [node | {"ctx_idx": 1} for node in nodes]
+        nodes = {name: node | {"ctx_idx": 1} for name, node in nodes.items()}
     page = {"supernodes": [], "linkType": "both", "clickedId": "", "sg_pos": ""}
-    about = {"metadata": _metadata(graph, tokens), "qParams": {"pinnedIds": ids[:1], **page}}
-    return about | {"nodes": nodes, "links": links}
+    return {
+        "metadata": _metadata(graph, tokens),
+        "qParams": {"pinnedIds": [ids[TARGET]], **page},
+        "nodes": list(nodes.values()),
+        "links": [
+            {"source": ids[s], "target": ids[t], "weight": w, "signed": True}
+            for (s, t), w in links.items()
+        ],
+    }
 
 
 def _metadata(graph: LogitGraph, tokens: list[str]) -> dict[str, Any]:
@@ -104,33 +113,13 @@ def _metadata(graph: LogitGraph, tokens: list[str]) -> dict[str, Any]:
 
 
 def _record(
-    node_id: str, feature: int, layer: str, position: int, node_type: str, text: str, value: float
+    node_id: str, feature: int, layer: object, position: int, node_type: str, text: str, value: Any
 ) -> dict[str, Any]:
     """A node: ``feature`` is a number that no other node of its layer and position has."""
-    own = {"node_id": node_id, "jsNodeId": node_id, "feature": feature, "layer": layer}
-    own |= {"ctx_idx": position, "feature_type": node_type, "clerp": text, "activation": value}
+    own = {"node_id": node_id, "jsNodeId": node_id, "feature": feature, "layer": str(layer)}
+    own |= {"ctx_idx": max(0, position), "feature_type": node_type, "clerp": text}
     shared = {"token_prob": 0.0, "is_target_logit": False, "run_idx": 0, "reverse_ctx_idx": 0}
-    return own | shared | {"influence": 1.0}
-
-
-def _place(graph: LogitGraph, node: int) -> tuple[str, int, int, int]:
-    """Component, layer, head and position of a node."""
-    columns = (graph.layers, graph.heads_of, graph.positions)
-    layer, head, position = (int(column[node]) for column in columns)
-    return graph.components[node], layer, head, position
-
-
-def _node_id(graph: LogitGraph, node: int) -> str:
-    """A node's name in the file, as the front ends split it: layer, what, position."""
-    name, layer, head, position = _place(graph, node)
-    if node == 0:
-        return f"{_last_layer(graph)}_{graph.answer_ids[0]}_{position}"
-    if layer >= 0:
-        return f"{layer}_{'mlp' if head < 0 else f'h{head}'}_{position}"
-    if name == CONSTANTS:
-        return "E_constants_0"
-    prefix = "" if name in TOKEN_LEAVES else f"{name.replace('_', '-')}-"
-    return f"E_{prefix}{graph.token_ids[position]}_{position}"
+    return own | shared | {"activation": float(value), "influence": 1.0}
 
 
 def _last_layer(graph: LogitGraph) -> int:
@@ -138,61 +127,56 @@ def _last_layer(graph: LogitGraph) -> int:
     return len(graph.head_values) + 1
 
 
-def _feature(graph: LogitGraph, node: int, rest: bool = False) -> int:
-    """The number of a node, or of its rest, that no other node has."""
-    _, layer, head, _ = _place(graph, node)
-    n_heads = graph.head_values.shape[1]
-    if layer < 0:
-        return pairing(_last_layer(graph) + 1, node)
-    # the heads, the MLP, then their rests in the same order
-    return pairing(layer, (head if head >= 0 else n_heads) + (n_heads + 1) * rest)
+def _node_id(graph: LogitGraph, node: Row) -> str:
+    """A node's name in the file, as the front ends split it: layer, what, position."""
+    name, layer, at = node["component"], node["layer"], max(0, node["position"])
+    rest, of_block = f"{REST}-" * (name == REST), "mlp" if node["head"] < 0 else f"h{node['head']}"
+    if layer >= 0:
+        return f"{layer}_{rest}{of_block}_{at}"
+    if rest:  # the logit's own stands between the last block and the logit
+        return f"{_last_layer(graph) - 1}_{rest}{TARGET}_{at}"
+    if name == TARGET:
+        return f"{_last_layer(graph)}_{graph.answer_ids[0]}_{at}"
+    if name == CONSTANTS:
+        return "E_constants_0"
+    prefix = "" if name in TOKEN_LEAVES else f"{name.replace('_', '-')}-"
+    return f"E_{prefix}{graph.token_ids[at]}_{at}"
 
 
-def _label(graph: LogitGraph, node: int) -> str:
-    """A node as it is shown: its name, and the token at its position."""
-    name, _, _, position = _place(graph, node)
-    return name if position < 0 else f"{name} at {position} {graph.texts[position]!r}"
+def _feature(graph: LogitGraph, node: Row) -> int:
+    """The number of a node, or of its rest, that no other node of its layer and position has."""
+    n_heads, rest = graph.head_values.shape[1], node["kind"] == REST
+    if node["layer"] >= 0:  # the heads, the MLP, then their rests in the same order
+        place = node["head"] if node["head"] >= 0 else n_heads
+        return pairing(node["layer"], place + (n_heads + 1) * rest)
+    of_none = (REST, CONSTANTS, *graph.leaf_names)
+    return pairing(_last_layer(graph) + 1, of_none.index(node["component"]))
 
 
-def _node(graph: LogitGraph, node: int, ids: list[str], influence: float) -> dict[str, Any]:
-    name, layer, head, position = _place(graph, node)
-    at, value = max(0, position), float(graph.values[node])
-    if node == 0:  # the front end reads the probability out of this text
+def _node(graph: LogitGraph, node: Row, node_id: str) -> dict[str, Any]:
+    name, layer, at = node["component"], node["layer"], node["position"]
+    shown = name if at < 0 else f"{name} at {at} {node['token']!r}"
+    value, moved = node["value"], node["moved"]
+    if name == TARGET:  # the front end reads the probability out of this text
         target = repr(graph.answer) + ("" if graph.other is None else f" - {graph.other!r}")
-        text = f"Output {target} (p={graph.probability:.3f})"
-        last = _last_layer(graph)
-        record = _record(ids[0], graph.answer_ids[0], str(last), at, "logit", text, value)
+        shown = f"Output {target} (p={graph.probability:.3f})"
+        last, feature = _last_layer(graph), graph.answer_ids[0]
+        record = _record(node_id, feature, last, at, "logit", shown, value)
         record |= {"token_prob": graph.probability, "is_target_logit": True}
     else:
-        node_type = "embedding" if name in TOKEN_LEAVES else LEAF_TYPE
-        node_type, row = (node_type, "E") if layer < 0 else (COMPONENT_TYPE, str(layer))
-        text, feature = _label(graph, node), _feature(graph, node)
-        record = _record(ids[node], feature, row, at, node_type, text, value)
-    moved = float(graph.moved[node])
-    record |= {"influence": influence, "moved": moved if moved == moved else None}
-    if head >= 0:
-        record["qk_tracing_results"] = {
-            "pair_wise_contributors": [],
-            "top_q_marginal_contributors": _contributors(graph, node, "query", ids),
-            "top_k_marginal_contributors": _contributors(graph, node, "key", ids),
-        }
+        leaf = "embedding" if name in TOKEN_LEAVES else LEAF_TYPE
+        node_type, row = (COMPONENT_TYPE, layer) if layer >= 0 else (leaf, "E")
+        record = _record(node_id, _feature(graph, node), row, at, node_type, shown, value)
+    record |= {"influence": node["influence"], "moved": moved if moved == moved else None}
+    if node["head"] >= 0:
+        lists = ("pair_wise", "top_q_marginal", "top_k_marginal")
+        record["qk_tracing_results"] = {f"{name}_contributors": [] for name in lists}
     return record
 
 
-def _contributors(graph: LogitGraph, node: int, edge_type: str, ids: list[str]) -> list[list[Any]]:
-    """The largest query or key edges into a head."""
-    into = (graph.targets == node) & (graph.edge_types == EDGE_TYPES.index(edge_type))
-    rows = into.nonzero()[:, 0]
-    rows = rows[graph.weights[rows].abs().argsort(descending=True, stable=True)]
-    rows = rows[:SHOWN_CONTRIBUTORS].tolist()
-    return [[ids[int(graph.sources[row])], float(graph.weights[row])] for row in rows]
-
-
-def _rest_node(graph: LogitGraph, node: int, rest: float) -> dict[str, Any]:
+def _rest(graph: LogitGraph, node: Row, node_id: str, value: float) -> dict[str, Any]:
     """What was left out of a node, drawn as the front ends draw errors of a replacement."""
-    name, layer, _, position = _place(graph, node)
-    # the logit's own stands between the last block and the logit
-    row = _last_layer(graph) - 1 if layer < 0 else layer
-    name, at = f"{row}_{REST}-{name}_{max(0, position)}", max(0, position)
-    feature, text = _feature(graph, node, rest=True), f"rest of {_label(graph, node)}"
-    return _record(name, feature, str(row), at, REST_TYPE, text, rest)
+    layer = node["layer"] if node["layer"] >= 0 else _last_layer(graph) - 1
+    shown = f"rest of {node['node'].removeprefix(f'{REST}>')} {node['token']!r}"
+    feature, at = _feature(graph, node), node["position"]
+    return _record(node_id, feature, layer, at, REST_TYPE, shown, value)

@@ -21,119 +21,206 @@ and token in place of ``d_model``: no fewer.)
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from einops import einsum, rearrange
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
+from tl_geometry.base.errors import require
 from tl_geometry.base.linalg import transposed, unit_roundoff
+from tl_geometry.base.rows import row_center
+from tl_geometry.base.sums import Sums
+from tl_geometry.corpus.token_windows import TokenWindows
+from tl_geometry.models.attention import scores_of
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.norms import remove_mean
+from tl_geometry.models.softmax import masked_softmax, soft_cap
 from tl_geometry.models.writers import Written
-from tl_geometry.scores.sums import block_scores
 
 HEAD_SIDES = ("query", "key", "value")
 """Sides of a head that read writers."""
 SHARES = ("cs", "gs")
 """Covariance and gain share, the axis ``weight``: a cell counts by the row-centred score, or by
 attention minus uniform."""
+GROUPS = 8
+"""Groups of prompts that are left out in turn, as many as a basis has by default."""
 WORKING_SET = 2**25
 """Bytes that vectors of the stream may take in one step: few enough for a processor's cache, and
 for the allocator to use the same memory again (larger blocks come from the system, which clears
 them)."""
 
 
+def first_kept(source: TokenWindows, drop: int | None) -> int:
+    """The first position that counts: ``drop``, by default that after a BOS token."""
+    start = int(source.has_bos) if drop is None else drop
+    expected = f"0 to {source.length - 2}, to leave two of {source.length} positions"
+    require(0 <= start < source.length - 1, "drop", expected=expected, got=start)
+    return start
+
+
+@dataclass(frozen=True, eq=False)
+class Cells:
+    """How much each cell of the scores of a layer counts, from position ``drop`` on, for some
+    ``queries`` or all. ``query`` and ``key`` are what the scores are made of, the keys without
+    their mean: rows of the weights sum to zero, and so sums are the same and round less."""
+
+    weights: Float[Tensor, "weight batch head query key"]
+    query: Float[Tensor, "batch query head d_head"]
+    key: Float[Tensor, "batch key head d_head"]
+    bias: Float[Tensor, "head query key"] | None
+
+    @classmethod
+    def of(cls, layer: LayerView, drop: int, queries: slice | list[int]) -> Cells:
+        """Row-centred scores, and attention minus uniform."""
+        query, key = layer.q[:, queries] * layer.scale, layer.k[:, drop:]
+        allowed, shift = layer.allowed[queries, drop:], key.mean(1, keepdim=True)
+        bias = None if layer.bias is None else layer.bias[:, queries, drop:]
+        scores = scores_of(query, key - shift, 1.0) + (0.0 if bias is None else bias)
+        # a soft cap acts on the scores themselves
+        level = 0.0 if layer.softcap is None else (query * shift).sum(-1).mT.unsqueeze(-1)
+        p = masked_softmax(soft_cap(scores + level, layer.softcap), allowed)
+        bias = None if bias is None else row_center(bias, allowed)
+        uniform = allowed.to(p) / allowed.sum(-1, keepdim=True).clamp(min=1)
+        weights = torch.stack([row_center(scores, allowed), p - uniform])
+        return cls(weights, query, key - shift, bias)
+
+
 @dataclass(frozen=True, eq=False)
 class Reads:
-    """What one side of some heads of a layer reads of the stream: ``matrix cotangents[i]`` is the
+    """What some heads of a layer read of the stream on each side: ``matrix cotangents[i]`` is the
     gradient at position i.
 
     ``constant`` holds the numerators of the layer's own constants in each context, ``total`` the
-    denominators. The value side has one weighting, that of ``cs``.
+    denominators, ``alibi`` the numerators of ALiBi, ``floor`` what rounding alone could leave of
+    the denominators of covariance. The value side has one weighting, that of ``cs``; the other is
+    0.
     """
 
-    matrix: Float[Tensor, "d_model head d_head"]
-    cotangents: Float[Tensor, "weight batch position head d_head"]
-    constant: Float[Tensor, "weight batch head"]
-    total: Float[Tensor, "weight batch head"]
+    matrix: Float[Tensor, "side d_model head d_head"]
+    cotangents: Float[Tensor, "weight side batch position head d_head"]
+    constant: Float[Tensor, "weight side batch head"]
+    total: Float[Tensor, "weight side batch head"]
+    alibi: Float[Tensor, "weight head"]
+    floor: Float[Tensor, "side head"]
+
+    @classmethod
+    def of(
+        cls,
+        layer: LayerView,
+        drop: int,
+        heads: Sequence[int],
+        queries: Sequence[int] | None = None,
+        *,
+        values: bool = False,
+    ) -> Reads:
+        """What scores read, ``g_q[i] = scale sum_j W_ij k[j]`` and ``g_k[j] = scale sum_i W_ij
+        q[i]``; and with ``values`` outputs, ``g_v[j] = sum_i p_ij o[i] W_O^T``, their constant
+        writes left out."""
+        at = slice(drop, None) if queries is None else list(queries)
+        cells, sides = Cells.of(layer, drop, at), "qkv"[: 2 + values]
+        weights, key = cells.weights, cells.key * layer.scale
+        g = layer.q.new_zeros(len(SHARES), len(sides), *layer.q.shape)
+        g[:, 0][:, :, at] = einsum(weights, key, "w b h i j, b j h e -> w b i h e")
+        g[:, 1][:, :, drop:] = einsum(weights, cells.query, "w b h i j, b i h e -> w b j h e")
+        total = g.new_zeros(*g.shape[:3], g.shape[4], dtype=torch.float64)
+        total[:, :2] = (weights * weights[0]).sum((3, 4), dtype=torch.float64).unsqueeze(1)
+        alibi, floor = torch.zeros_like(total[:, 0, 0]), torch.zeros_like(total[0, :, 0])
+        if cells.bias is not None:
+            alibi = (weights * cells.bias).sum((1, 3, 4), dtype=torch.float64)
+        # as in share_sums: what rounding alone could leave
+        sizes = [torch.linalg.vector_norm(x, dim=(1, 3)).double() for x in (cells.query, cells.key)]
+        floor[:2] = (32 * unit_roundoff(g.dtype) * sizes[0] * sizes[1]).square().sum(0)
+        if values:
+            g[0, 2], total[0, 2] = _of_outputs(layer, at)
+        eye = torch.eye(layer.h.shape[-1], dtype=g.dtype, device=g.device)
+        constant, matrices = torch.zeros_like(total), []
+        for side, which in enumerate(sides):
+            scale, of_layer = (getattr(layer, f"{which}_{name}") for name in ("scale", "constant"))
+            if which != "v":  # that of outputs is left out
+                constant[:, side] = einsum(g[:, side], of_layer, "w b i h e, b i h e -> w b h")
+            back = transposed(lambda x, which=which: layer.turned(x, which), g[:, side])
+            g[:, side] = back * scale.unsqueeze(-1)
+            matrices.append(layer.projected(eye, which))
+        pick = torch.tensor(list(heads), device=g.device)
+        numbers = (x[..., pick] for x in (constant, total, alibi, floor))
+        return cls(torch.stack(matrices)[:, :, pick], g[..., pick, :], *numbers)
 
 
-def _reads(
-    layer: LayerView, which: str, cotangents: Tensor, total: Tensor, heads: Sequence[int] | None
-) -> Reads:
-    """The ``"q"``, ``"k"`` or ``"v"`` side of the chosen heads; ``cotangents [weight batch position
-    head d_head]`` are those of all heads' queries, keys or values as they enter scores or
-    output."""
-    constant, scale = (getattr(layer, f"{which}_{name}") for name in ("constant", "scale"))
-    constants = einsum(cotangents, constant, "n b i h e, b i h e -> n b h").double()
-    back = transposed(lambda x: layer.turned(x, which), cotangents) * scale.unsqueeze(-1)
-    eye = torch.eye(layer.h.shape[-1], dtype=layer.h.dtype, device=layer.h.device)
-    # on the layer's device: a list that indexes a tensor there is copied each time
-    pick = slice(None) if heads is None else torch.tensor(heads, device=layer.h.device)
-    matrix = layer.projected(eye, which)[:, pick]
-    return Reads(matrix, back[:, :, :, pick], constants[..., pick], total[..., pick])
-
-
-def score_reads(
-    layer: LayerView,
-    drop: int,
-    heads: Sequence[int] | None = None,
-    queries: Sequence[int] | None = None,
-) -> tuple[list[Reads], Float[Tensor, "weight head"], Float[Tensor, " head"]]:
-    """What scores read on the query and the key side, ``g_q[i] = scale sum_j W_ij k[j]`` and
-    ``g_k[j] = scale sum_i W_ij q[i]``, from position ``drop`` on; with ``queries`` these alone are
-    summed over. Also, for all heads of the layer, the numerators of ALiBi, and what rounding alone
-    could leave of the totals."""
-    at = slice(drop, None) if queries is None else list(queries)
-    query = rearrange(layer.q[:, at], "b i h e -> b h i e").contiguous() * layer.scale
-    key = rearrange(layer.k[:, drop:], "b j h e -> b h j e")
-    # rows of W sum to zero: without what all keys share sums are the same, and round less
-    shift = key.mean(2, keepdim=True)
-    key = (key - shift).contiguous()
-    bias = None if layer.bias is None else layer.bias[:, at, drop:].to(query)
-    g_q, g_k = (x.new_zeros(len(SHARES), *x.shape) for x in (query, key))
-    total = query.new_zeros(len(SHARES), *query.shape[:2], dtype=torch.float64)
-    alibi = torch.zeros_like(total[:, 0])
-    options = {"key_shift": shift, "bias": bias, "softcap": layer.softcap}
-    cells = block_scores(query, key, layer.allowed[at, drop:], **options)
-    for block, centred, block_bias, above_uniform in cells:
-        for n, weight in enumerate((centred, above_uniform)):
-            g_q[n, :, :, block.rows] = weight @ key[:, :, : block.end] * layer.scale
-            g_k[n, :, :, : block.end] += weight.mT @ query[:, :, block.rows]
-            total[n] += (weight * centred).sum((2, 3), dtype=torch.float64)
-            if block_bias is not None:
-                alibi[n] += (block_bias * weight).sum((0, 2, 3), dtype=torch.float64)
-    # as in share_sums: what rounding alone could leave
-    sizes = [torch.linalg.vector_norm(x, dim=(-2, -1)).double() for x in (query, key)]
-    floor = (32 * unit_roundoff(query.dtype) * sizes[0] * sizes[1]).square().sum(0)
-    sides = []
-    for which, g, positions in (("q", g_q, at), ("k", g_k, slice(drop, None))):
-        cotangents = g.new_zeros(len(SHARES), *layer.q.shape)  # zero where none is chosen
-        cotangents[:, :, positions] = rearrange(g, "n b h i e -> n b i h e")
-        sides.append(_reads(layer, which, cotangents, total, heads))
-    return sides, alibi, floor
-
-
-def value_reads(
-    layer: LayerView, drop: int, heads: Sequence[int], queries: Sequence[int] | None = None
-) -> Reads:
-    """What the heads' outputs read, their constant writes left out: ``g[j] = sum_i p_ij o[i]
-    W_O^T``."""
+def _of_outputs(
+    layer: LayerView, queries: slice | list[int]
+) -> tuple[Float[Tensor, "batch position head d_head"], Float[Tensor, "batch head"]]:
+    """Gradients of half the squared outputs of heads by their values, and the squares."""
     assert layer.pattern is not None  # a pass by writers has both
     assert layer.z is not None
-    rows = slice(drop, None) if queries is None else list(queries)
-    pattern = layer.pattern[:, :, rows].to(layer.h)
+    pattern = layer.pattern[:, :, queries].to(layer.h)
     W_O = remove_mean(layer.weights.W_O, layer.norm.norm_type)
     # attention to all keys together: below 1 with a sink
-    z = layer.z[:, rows] - layer.v_constant[:, rows] * pattern.sum(-1).mT.unsqueeze(-1)
+    z = layer.z[:, queries] - layer.v_constant[:, queries] * pattern.sum(-1).mT.unsqueeze(-1)
     out = einsum(z, W_O, W_O, "b i h e, h e d, h f d -> b i h f")
-    total = (z.double() * out.double()).sum((1, 3)).unsqueeze(0)
-    cotangents = einsum(pattern, out, "b h i j, b i h e -> b j h e").unsqueeze(0)
-    reads = _reads(layer, "v", cotangents, total, heads)
-    return replace(reads, constant=torch.zeros_like(reads.constant))
+    cotangents = einsum(pattern, out, "b h i j, b i h e -> b j h e")
+    return cotangents, (z.double() * out.double()).sum((1, 3))
+
+
+# ---- sums over a corpus
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class WriterSums(Sums):
+    """Sums of the readers of one layer: numerators of the shares (part 0: the reader's constants)
+    and what divides them, by group of contexts; for nulls the numerators of what was written in
+    another context, and along random directions."""
+
+    counts: Int[Tensor, " group"]
+    own: Float[Tensor, "weight side group head part"]
+    total: Float[Tensor, "weight side group head"]
+    alibi: Float[Tensor, "weight head"]
+    floor: Float[Tensor, "side head"]
+    other: Float[Tensor, "weight side head part"] | None = None
+    other_total: Float[Tensor, "weight side head"] | None = None
+    random: Float[Tensor, "weight side sample head part"] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        reads: Reads,
+        written: Written,
+        grain: str,
+        group: Int[Tensor, " batch"],
+        directions: tuple[Tensor, Tensor] | None = None,
+    ) -> WriterSums:
+        """The sums of one batch, whose contexts belong to the groups ``group``; with ``directions``
+        of writes and reads those of the nulls."""
+        several = directions is not None and len(group) > 1
+        samples = _numerators(reads, written, grain, others=several)
+        groups = 1 if directions is None else GROUPS
+        counts, own, totals = (
+            x.new_zeros(*x.shape[:axis], groups, *x.shape[axis + 1 :]).index_add_(axis, group, x)
+            for axis, x in ((0, torch.ones_like(group)), (2, samples[0]), (2, reads.total))
+        )
+        nulls = {}
+        if directions is not None:
+            # where a context is alone in its batch, there is no other
+            nulls["other"] = several * samples[-1].sum(2)
+            nulls["other_total"] = several * reads.total.sum(2)
+            nulls["random"] = _random_numerators(reads, written, grain, directions)
+        rest = {"alibi": reads.alibi, "floor": reads.floor, **nulls}
+        return cls(counts=counts, own=own, total=totals, **rest)
+
+    def divided(
+        self, numerators: Float[Tensor, "*sample weight side head part"], total: Tensor
+    ) -> Float[Tensor, "*sample weight side head part"]:
+        """Shares: NaN where scores are uniform within rounding, so that there is nothing to
+        explain."""
+        uniform = self.total[0].sum(1) <= self.floor
+        return numerators / total.masked_fill(uniform, torch.nan).unsqueeze(-1)
+
+    @property
+    def shares(self) -> Float[Tensor, "weight side head part"]:
+        """Shares over all contexts."""
+        return self.divided(self.own.sum(2), self.total.sum(2))
 
 
 def _in_steps(
@@ -152,50 +239,38 @@ def _in_steps(
         yield at, writes.squeeze(1).unflatten(1, (batch, -1))
 
 
-def numerators(
-    reads: Sequence[Reads], written: Written, grain: str = "writers", *, others: bool = False
+def _numerators(
+    reads: Reads, written: Written, grain: str, *, others: bool
 ) -> Float[Tensor, "sample weight side batch head part"]:
     """``sum_i w_a[i] . (matrix cotangents[i])`` of each writer, side and head; part 0 is the
     layer's own constants. Sample 0 is what was written; with ``others`` sample 1 is what was
     written in the context before it in the batch."""
-    heads, constant = reads[0].matrix.shape[1], torch.cat([r.constant for r in reads])
-    shape = len(written.constants), (1 + others) * len(constant), heads
-    sums = constant.new_zeros(*shape, 1 + len(written.names(grain)))
-    sums[:, : len(constant), :, 0] = rearrange(constant, "n b h -> b n h")
-    for at, writes in _in_steps(written, grain, shape[1] * heads):
-        sides = [
-            einsum(r.cotangents[:, :, at], r.matrix, "n b i h e, d h e -> b n h i d") for r in reads
-        ]
-        # the next context's gradients meet what was written in this one
-        sides += [back.roll(-1, 0) for back in sides] if others else []
-        sums[..., 1:] += einsum(writes, torch.cat(sides, 1), "p b i d, b n h i d -> b n h p")
-    samples = rearrange(sums, "b (sample n) h p -> sample n b h p", n=len(constant))
-    return torch.stack([by_side(sample, len(reads)) for sample in samples])
+    shape, parts = reads.constant.shape, len(written.names(grain))
+    sums = reads.constant.new_zeros(1 + others, *shape, 1 + parts)
+    sums[..., 0] = reads.constant
+    for at, writes in _in_steps(written, grain, (1 + others) * shape[0] * shape[1] * shape[3]):
+        gradients = reads.cotangents[:, :, :, at]
+        back = einsum(gradients, reads.matrix, "w s b i h e, s d h e -> b w s h i d")
+        for sample in sums:
+            flat = einsum(writes, back.flatten(1, 3), "p b i d, b n i d -> b n p")
+            flat = flat.view(shape[2], *shape[:2], shape[3], parts)
+            sample[..., 1:] += rearrange(flat, "b w s h p -> w s b h p")
+            # the next context's gradients meet what was written in this one
+            back = back.roll(-1, 0)
+    return sums
 
 
-def by_side(kinds: Float[Tensor, "row ..."], sides: int) -> Float[Tensor, "weight side ..."]:
-    """Numbers of both weightings of each side, one side after another, as two axes; zero for the
-    gain of values, which there is not."""
-    wide = kinds.new_zeros(sides * len(SHARES), *kinds.shape[1:])
-    wide[: len(kinds)] = kinds
-    return rearrange(wide, "(side weight) ... -> weight side ...", weight=len(SHARES))
-
-
-def random_numerators(
-    reads: Sequence[Reads],
-    written: Written,
-    grain: str,
-    directions: tuple[Float[Tensor, "sample d_model"], Float[Tensor, "sample d_model"]],
+def _random_numerators(
+    reads: Reads, written: Written, grain: str, directions: tuple[Tensor, Tensor]
 ) -> Float[Tensor, "weight side sample head part"]:
-    """``sum_i (u . w_a[i]) (v . (matrix cotangents[i]))`` for pairs (u, v) of directions of writes
-    and reads; part 0, the layer's constants, is 0. These are two projections; a turned writer would
-    cost as much as the writer did."""
-    wrote, sides = written.along(directions[0]).stacked(grain), []
-    for r in reads:
-        matrix = einsum(r.matrix, directions[1].to(r.matrix), "d h e, k d -> k h e")
-        read = einsum(r.cotangents, matrix, "n b i h e, k h e -> n k h b i")
-        sides.append(einsum(read, wrote, "n k h b i, p b i k -> n k h p").double())
-    return by_side(pad(torch.cat(sides), (1, 0)), len(reads))
+    """``sum_i (u . w_a[i]) (v . (matrix cotangents[i]))`` for pairs (u, v) of directions ``[sample
+    d_model]`` of writes and reads; part 0, the layer's constants, is 0. These are two projections;
+    a turned writer would cost as much as the writer did."""
+    wrote = written.along(directions[0]).stacked(grain)
+    matrix = einsum(reads.matrix, directions[1].to(reads.matrix), "s d h e, k d -> s k h e")
+    read = einsum(reads.cotangents, matrix, "w s b i h e, s k h e -> w s k h b i")
+    found = einsum(read, wrote, "w s k h b i, p b i k -> w s k h p")
+    return pad(found.double(), (1, 0))
 
 
 def context_products(written: Written, drop: int, grain: str) -> Float[Tensor, "row part"]:

@@ -15,9 +15,9 @@ CMD near 0. Random circuits of equal size are the null.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from einops import einsum
@@ -29,19 +29,14 @@ from tl_geometry.base.errors import check_seed, fail, require
 from tl_geometry.base.intervals import Interval, paired_interval
 from tl_geometry.base.results import Result
 from tl_geometry.circuits.arithmetic import Live
-from tl_geometry.circuits.edge_layout import EdgeLayout, LayerReaders
-from tl_geometry.circuits.prompt_pairs import (
-    UserMetric,
-    batches,
-    measured,
-    pairs_of,
-    places,
-    provenance_of_pairs,
-)
-from tl_geometry.circuits.runner import Reads, Runner, Shared, Stream
-from tl_geometry.circuits.scored_edges import EdgeScores, both_runs, largest
-from tl_geometry.corpus.prompt_sets import Prompts, as_prompts
+from tl_geometry.circuits.edge_layout import EdgeLayout
+from tl_geometry.circuits.prompt_pairs import Batch, UserMetric, batches, counted, pairs_of
+from tl_geometry.circuits.prompt_pairs import provenance_of_pairs as of_pairs
+from tl_geometry.circuits.runner import Reads, Shared, Stream
+from tl_geometry.circuits.scored_edges import EdgeScores, largest
+from tl_geometry.corpus.prompt_sets import as_prompts
 from tl_geometry.models.model_like import ModelLike
+from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reader import as_view
 
 FRACTIONS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
@@ -80,12 +75,12 @@ class Faithfulness(Result):
     def f(self) -> Interval:
         """Faithfulness f at each level, with a 95% interval over pairs of prompts (of a ratio of
         means by its linearisation; NaN below 10 pairs)."""
-        return self._ratio(self.metrics)
+        return paired_interval(self._linearised(self.metrics))
 
     @property
     def completeness(self) -> Interval:
         """Faithfulness f of everything but the chosen set: near 0 where the set is complete."""
-        return self._ratio(self._of_set(self.complements))
+        return paired_interval(self._linearised(self._of_set(self.complements)))
 
     @property
     def random_f(self) -> Float[Tensor, "sample level"]:
@@ -101,17 +96,15 @@ class Faithfulness(Result):
     def cpr(self) -> Interval:
         """Area under f over the share kept, by trapezoids, from (0, 0) to (1, 1)."""
         weights, end = self._weights()
-        f, residuals = self._linearised(self.metrics)
-        return paired_interval(residuals @ weights + f @ weights + end)
+        return paired_interval(self._linearised(self.metrics) @ weights + end)
 
     @property
     def cmd(self) -> Interval:
         """Area under ``|1 - f|`` over the share kept, by trapezoids."""
         weights, _ = self._weights()
-        f, residuals = self._linearised(self.metrics)
+        above = self._linearised(self.metrics) - 1
         start = 0.5 * float(self.fractions.min())  # |1 - f| is 1 where nothing is kept
-        value = (1 - f).abs() @ weights + start
-        return paired_interval((residuals * (f - 1).sign()) @ weights + value)
+        return paired_interval((above * above.mean(0).sign()) @ weights + start)
 
     @property
     def random_cpr(self) -> Float[Tensor, " sample"]:
@@ -121,17 +114,15 @@ class Faithfulness(Result):
 
     def _of_set(self, complements: Tensor | None) -> Tensor:
         if complements is None:
-            self._refuse("completeness", "a chosen set", "a curve of rankings")
+            expected, instead = "a chosen set", ".f and .cpr"
+            fail("completeness", expected=expected, got="a curve of rankings", instead=instead)
         return complements
-
-    def _refuse(self, what: str, expected: str, got: str) -> NoReturn:
-        fail(what, expected=expected, got=got, instead=".f and .cpr, or .f and .completeness")
 
     def _weights(self) -> tuple[Float[Tensor, " level"], float]:
         """The weight of each level in an area by trapezoids over shares from 0 to 1, and what the
         end adds, where everything is kept and f is 1."""
-        if self.complements is not None:
-            self._refuse("CPR and CMD", "a curve of rankings", "a chosen set")
+        ranked, expected, instead = self.complements is None, "a curve of rankings", ".f"
+        require(ranked, "CPR and CMD", expected=expected, got="a chosen set", instead=instead)
         order = self.fractions.argsort()
         at = torch.cat([torch.zeros(1), self.fractions[order], torch.ones(1)]).double()
         weights = torch.empty_like(self.fractions)
@@ -144,17 +135,11 @@ class Faithfulness(Result):
 
     def _linearised(
         self, metrics: Float[Tensor, "level context"]
-    ) -> tuple[Float[Tensor, " level"], Float[Tensor, "context level"]]:
-        """f, and how far each pair of prompts moves it: ``(x - f y) / mean(y)`` for the ratio of
-        the means of x and y."""
-        whole = self.clean - self.counterfactual
-        f = self._share(metrics)
-        x = metrics - self.counterfactual
-        return f, ((x - f.unsqueeze(1) * whole) / whole.mean()).mT
-
-    def _ratio(self, metrics: Float[Tensor, "level context"]) -> Interval:
-        f, residuals = self._linearised(metrics)
-        return paired_interval(residuals + f)
+    ) -> Float[Tensor, "context level"]:
+        """F as a mean over pairs of prompts, ``f + (x - f y) / mean(y)`` for the ratio of the means
+        of x and y."""
+        whole, f = self.clean - self.counterfactual, self._share(metrics).unsqueeze(1)
+        return (f + (metrics - self.counterfactual - f * whole) / whole.mean()).mT
 
     table_axes = ("level",)
 
@@ -219,10 +204,7 @@ def faithfulness(
     ('heads', [2], torch.Size([2, 1]))
     """
     check_seed(seed, "seed")
-    count = checks.whole(draws)
-    if count is None or count < 1:
-        fail("draws", expected="a whole number, at least 1", got=repr(draws))
-    view = as_view(model)
+    count, view = counted(draws, "draws"), as_view(model)
     layout = EdgeLayout.of(view)
     ranked = isinstance(circuit, EdgeScores)
     if ranked:
@@ -232,7 +214,7 @@ def faithfulness(
         defaults, what = not nodes and tuple(fractions) == FRACTIONS, "nodes, fractions"
         expected, got, instead = "EdgeScores, which they rank", "a chosen set", "neither of them"
         require(defaults, what, expected=expected, got=got, instead=instead)
-        unit, sets = _chosen_set(circuit, layout)
+        unit, sets = _chosen_set(circuit, layout, view)
     # the circuit of each level, then the random ones
     circuits = torch.cat([sets.unsqueeze(0), _random_sets(sets, count, seed)])
     if not ranked:
@@ -240,9 +222,8 @@ def faithfulness(
     options = {"counterfactuals": counterfactual, "answers": answer, "others": other}
     pairs = pairs_of(view, as_prompts(view, prompts, **options, prepend_bos=prepend_bos), metric)
     values = torch.empty(2 + circuits.shape[:2].numel(), len(pairs), dtype=torch.float64)
-    for runner, batch in batches(view, layout, pairs, batch_size):
-        of_batch = metrics_of_batch(runner, layout, batch, metric, circuits.flatten(0, 1), unit)
-        values[:, batch.rows] = of_batch
+    for batch in batches(view, layout, pairs, metric, batch_size):
+        values[:, batch.pairs.rows] = metrics_of_batch(batch, circuits.flatten(0, 1), unit)
     clean, without = values[:2]
     differ = float((clean - without).mean().abs()) > 0
     expected, got = "one that prompts and counterfactuals differ in", f"{float(clean.mean()):.4g}"
@@ -260,7 +241,7 @@ def faithfulness(
         complements=None if rest is None else rest[0],
         random_complements=None if rest is None else rest[1:],
         seed=seed,
-        provenance=provenance_of_pairs(view, pairs, sources=("mueller2025",), seed=seed),
+        provenance=of_pairs(view, pairs, sources=("mueller2025",), seed=seed),
     )
 
 
@@ -276,14 +257,13 @@ def _ranked_sets(
     return torch.stack([largest(values, fraction) for fraction in fractions])
 
 
-def _chosen_set(circuit: Any, layout: EdgeLayout) -> tuple[str, Bool[Tensor, "level row"]]:
+def _chosen_set(
+    circuit: Any, layout: EdgeLayout, view: ModelView
+) -> tuple[str, Bool[Tensor, "level row"]]:
     """A set of heads or edges as one level."""
-    given = [circuit] if isinstance(circuit, str) else circuit
-    try:
-        given = list(given)
-    except TypeError:
-        expected = "EdgeScores, heads, or edges"
-        fail("circuit", expected=expected, got=checks.describe(circuit))
+    listed, expected = isinstance(circuit, Iterable), "EdgeScores, heads, or edges"
+    require(listed, "circuit", expected=expected, got=checks.describe(circuit))
+    given = [circuit] if isinstance(circuit, str) else list(circuit)
     if given and all(isinstance(name, str) and "->" in name for name in given):
         number = {name: at for at, name in enumerate(layout.edge_names())}
         unknown = [name for name in given if name not in number]
@@ -291,9 +271,9 @@ def _chosen_set(circuit: Any, layout: EdgeLayout) -> tuple[str, Bool[Tensor, "le
         require(not unknown, "circuit", expected=expected, got=unknown[:3])
         rows, size, unit = [number[name] for name in given], len(number), "edges"
     else:
-        pairs = checks.heads(given, layout.n_layers, layout.n_heads)
-        rows = [layer * layout.n_heads + head for layer, head in pairs]
-        size, unit = layout.n_layers * layout.n_heads, "heads"
+        pairs = checks.heads(given, view.n_layers, view.n_heads)
+        rows = [layer * view.n_heads + head for layer, head in pairs]
+        size, unit = view.n_layers * view.n_heads, "heads"
     chosen = torch.zeros(1, size, dtype=torch.bool)
     chosen[0, rows] = True
     return unit, chosen
@@ -310,25 +290,24 @@ def _random_sets(
 
 class Pruned(Shared):
     """Each reader gets the counterfactual's stream, plus (running - counterfactual) of the writers
-    that are kept for it. ``readers`` are those of the block that runs."""
+    that are kept for it. ``layer`` is the block that runs."""
 
     def __init__(
         self,
+        layout: EdgeLayout,
         first: Stream,
         counterfactual: Float[Tensor, "batch writer position d_model"],
         kept: Bool[Tensor, "row writer"],
     ) -> None:
         super().__init__(torch.zeros_like(first))
+        self.layout, self.layer, self.written = layout, 0, 0
         self.counterfactual, self.kept = counterfactual, kept.to(first)
         self.differences = torch.empty_like(counterfactual)
-        self.written = 0
-        self.readers = LayerReaders(*[slice(0)] * 4)
         self.add(first.unsqueeze(0))
 
     def read(self, which: str) -> Reads:
         """What each reader of a kind gets."""
-        names = {"q": "query", "k": "key", "v": "value", "mlp": "mlp"}
-        return self.of(getattr(self.readers, names[which]))
+        return self.of(self.layout.of_block(self.layer, which))
 
     def of(self, readers: slice) -> Reads:
         """What some readers get."""
@@ -343,32 +322,20 @@ class Pruned(Shared):
         self.written = writers.stop
 
 
-def pruned_logits(
-    runner: Runner, layout: EdgeLayout, stream: Pruned, positions: slice
-) -> Float[Tensor, "batch position d_vocab"]:
-    """Logits of a pruned run at some positions."""
-    for block, stream.readers in zip(runner.blocks, layout.layer_readers(), strict=True):
-        block.run(stream, Live())
-    end = len(layout.readers)
-    return runner.logits(stream.of(slice(end - 1, end))[:, positions, 0], Live())
-
-
 @torch.no_grad()
 def metrics_of_batch(
-    runner: Runner,
-    layout: EdgeLayout,
-    batch: Prompts,
-    metric: UserMetric | None,
-    sets: Bool[Tensor, "row edge"],
-    unit: str,
+    batch: Batch, sets: Bool[Tensor, "row edge"], unit: str
 ) -> Float[Tensor, "condition batch"]:
     """The metric of the clean run, of the counterfactual's, and of each pruned run."""
-    second = lambda x: x[len(x) // 2 :]  # noqa: E731
-    states, writes, values = both_runs(runner, batch, metric, Live, second)
+    states, writes, values = batch.both_runs(Live, lambda x: x[len(x) // 2 :])
+    first, layout = states.streams[0][: len(writes)], batch.layout
     for chosen in sets:
-        stream = Pruned(states.streams[0][: len(batch)], writes, _mask(layout, chosen, unit))
-        logits = pruned_logits(runner, layout, stream, places(metric))
-        values.append(measured(batch, metric, logits))
+        stream = Pruned(layout, first, writes, _mask(layout, chosen, unit))
+        for block in batch.runner.blocks:
+            stream.layer = block.number
+            block.run(stream, Live())
+        logits = batch.read(stream.of(slice(-1, None))[:, :, 0], Live())
+        values.append(batch.measured(logits))
     return torch.stack(values).double().cpu()
 
 
@@ -377,8 +344,7 @@ def _mask(layout: EdgeLayout, chosen: Tensor, unit: str) -> Bool[Tensor, "row wr
     if unit == "edges":
         return layout.kept(chosen)
     if unit == "heads":
-        heads = layout.head_writers
         nodes = torch.ones(len(layout.writers), dtype=torch.bool)
-        nodes[heads] = chosen
+        nodes[[i for i, name in enumerate(layout.writers) if name[0] == "L"]] = chosen
         chosen = nodes
     return layout.allowed & chosen

@@ -10,11 +10,13 @@ the graph of one prompt, exactly and as parts of the sum in the graph between tw
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -121,18 +123,7 @@ class LogitGraph(Result):
         rest = frame.assign(value=self.rest[:, 0].tolist(), moved=float("nan"), kind=REST)
         rest = rest.assign(component=REST, node=f"{REST}>" + frame["node"])
         frame = pd.concat([frame, rest[(self.rest != 0).any(1).tolist()]])
-        order = [
-            "node",
-            "component",
-            "kind",
-            "layer",
-            "head",
-            "position",
-            "token",
-            "value",
-            "moved",
-        ]
-        return _largest_first(frame[order])
+        return _largest_first(frame[["node", "component", "kind", *places, "token", *numbers]])
 
     @cached_property
     def edges(self) -> pd.DataFrame:
@@ -141,17 +132,19 @@ class LogitGraph(Result):
         of kind rest."""
         import pandas as pd
 
-        names = self.names
-        ends = zip(
-            *(x.tolist() for x in (self.sources, self.targets, self.edge_types)), strict=True
-        )
-        rows = [(names[s], names[t], EDGE_TYPES[e]) for s, t, e in ends]
-        values = self.weights.tolist()
-        for node, edge_type in (self.rest != 0).nonzero().tolist():
-            rows.append((f"{REST}>{names[node]}", names[node], EDGE_TYPES[edge_type]))
-            values.append(float(self.rest[node, edge_type]))
-        frame = pd.DataFrame(rows, columns=["source", "target", "type"]).assign(value=values)
-        return _largest_first(frame)
+        names, types = np.array(self.names, dtype=object), np.array(EDGE_TYPES, dtype=object)
+        node, edge_type = (self.rest != 0).nonzero(as_tuple=True)
+        sources = [
+            names[self.sources],
+            np.array([f"{REST}>{names[i]}" for i in node], dtype=object),
+        ]
+        columns = {
+            "source": np.concatenate(sources),
+            "target": names[torch.cat([self.targets, node])],
+            "type": types[torch.cat([self.edge_types, edge_type])],
+            "value": torch.cat([self.weights, self.rest[node, edge_type]]).numpy(),
+        }
+        return _largest_first(pd.DataFrame(columns))
 
     def into(self, node: str) -> pd.DataFrame:
         """The edges into a node (its text, ``"L5H1@7"``, ``"target"``), the largest first."""
@@ -166,10 +159,8 @@ class LogitGraph(Result):
 
         parts, names = self.leaf_values, list(self.leaf_names)
         if self.mlp == "leaf":
-            parts, names = (
-                torch.cat([parts, self.mlp_values.sum(0, keepdim=True)]),
-                [*names, "mlps"],
-            )
+            parts = torch.cat([parts, self.mlp_values.sum(0, keepdim=True)])
+            names.append("mlps")
         frame = pd.DataFrame({"position": range(len(self.texts)), "token": self.texts})
         frame["value"] = parts.double().sum(0).tolist()
         if len(names) > 1:
@@ -187,20 +178,13 @@ class LogitGraph(Result):
         took it from; -1 for others), ``token``, ``value``. The column sums to T."""
         import pandas as pd
 
-        frame = pd.DataFrame(self.direct_heads.flatten().tolist(), columns=["value"])
-        shape = self.direct_heads.shape
-        places = torch.unravel_index(torch.arange(len(frame)), shape)
-        layers, heads, sources = (x.tolist() for x in places)
-        frame["component"] = [head_name(pair) for pair in zip(layers, heads, strict=True)]
-        frame["layer"], frame["head"], frame["position"] = layers, heads, sources
-        others = pd.DataFrame(
-            {"component": self.direct_names, "value": self.direct_others.tolist()}
-        )
-        others["layer"] = others["head"] = others["position"] = NOWHERE
-        frame = pd.concat([frame, others], ignore_index=True)
+        places = itertools.product(*map(range, self.direct_heads.shape))
+        rows = [(head_name((layer, head)), layer, head, at) for layer, head, at in places]
+        rows += [(name, NOWHERE, NOWHERE, NOWHERE) for name in self.direct_names]
+        frame = pd.DataFrame(rows, columns=["component", "layer", "head", "position"])
         frame["token"] = [(*self.texts, "")[at] for at in frame["position"]]
-        columns = ["component", "layer", "head", "position", "token", "value"]
-        return Table.of(_largest_first(frame[columns]), self.provenance)
+        frame["value"] = torch.cat([self.direct_heads.flatten(), self.direct_others]).tolist()
+        return Table.of(_largest_first(frame), self.provenance)
 
     def traced(self) -> str:
         """What was traced, in words."""
@@ -256,16 +240,11 @@ def mean_graph(graphs: Sequence[LogitGraph]) -> Table:
     parts = []
     for number, graph in enumerate(graphs):
         nodes = graph.nodes.rename(columns={"node": "target"}).assign(source="", type="node")
-        both = pd.concat([nodes[nodes["kind"] != REST], graph.edges])
-        parts.append(
-            both.assign(graph=number)[["source", "target", "type", "value", "moved", "graph"]]
-        )
-    rows: Any = (
-        pd.concat(parts, ignore_index=True).groupby(["source", "target", "type", "graph"]).sum()
-    )
+        parts.append(pd.concat([nodes[nodes["kind"] != REST], graph.edges]).assign(graph=number))
+    keys = ["source", "target", "type", "graph"]
+    rows: Any = pd.concat(parts).groupby(keys)[["value", "moved"]].sum()
     wide = rows["value"].unstack("graph")
-    filled = torch.tensor(wide.fillna(0.0).to_numpy().copy())
-    interval = paired_interval(filled.mT)
+    interval = paired_interval(torch.tensor(wide.fillna(0.0).to_numpy().copy()).mT)
     frame = wide.index.to_frame(index=False)
     for name, column in zip(("value", "low", "high"), interval[:3], strict=True):
         frame[name] = column.tolist()

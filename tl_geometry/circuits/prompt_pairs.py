@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ from torch import Tensor
 from tl_geometry.base.checks import describe, whole
 from tl_geometry.base.errors import fail, require
 from tl_geometry.base.results import Provenance, hash_tokens
+from tl_geometry.circuits.arithmetic import Live
 from tl_geometry.circuits.edge_layout import EdgeLayout
-from tl_geometry.circuits.runner import Runner
+from tl_geometry.circuits.runner import BlockRun, Runner, States
 from tl_geometry.corpus.prompt_sets import Prompts
 from tl_geometry.models.batches import batch_of
 from tl_geometry.models.model_view import ModelView
@@ -25,6 +27,14 @@ BATCH_BYTES = 2**30
 """Bytes of the writes that are held for one batch of pairs."""
 UserMetric = Callable[[Float[Tensor, "batch position d_vocab"]], Float[Tensor, " batch"]]
 """A number for each prompt of a batch, from the batch's logits."""
+
+
+def counted(value: Any, name: str) -> int:
+    """A whole number, at least 1."""
+    number = whole(value)
+    if number is None or number < 1:
+        fail(name, expected="a whole number, at least 1", got=repr(value))
+    return number
 
 
 def pairs_of(view: ModelView, prompts: Prompts, metric: UserMetric | None) -> Prompts:
@@ -48,54 +58,87 @@ def pairs_of(view: ModelView, prompts: Prompts, metric: UserMetric | None) -> Pr
                 logits = [view.logits(part, position=-1)[:, 0] for part in tokens.split(size)]
                 into[group.rows] = torch.cat(logits).argmax(-1).cpu()
         prompts = dataclasses.replace(prompts, answers=answers, others=others)
-    if prompts.others is not None and prompts.answers is not None:
-        same = (prompts.answers == prompts.others).nonzero()[:, 0].tolist()
-        if same:
-            text = view.decode([int(prompts.answers[same[0]])])[0]
-            fail(
-                f"answer, other of prompt pair {same[0]}",
-                expected="two different tokens",
-                got=f"{text!r} twice",
-                instead="answer=[(answer, other), ...]",
-            )
+    alike = prompts.answers == prompts.others
+    same = alike.nonzero()[:, 0].tolist() if isinstance(alike, Tensor) else []
+    what, instead = f"answer, other of prompt pairs {same}", "answer=[(answer, other), ...]"
+    require(not same, what, expected="two different tokens", got="one twice", instead=instead)
     return prompts
 
 
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Pairs of one length, the runner for that length, and what is measured; ``places`` is where
+    logits are needed."""
+
+    runner: Runner
+    layout: EdgeLayout
+    pairs: Prompts
+    metric: UserMetric | None
+
+    @property
+    def places(self) -> slice:
+        """Where logits are needed."""
+        return slice(-1, None) if self.metric is None else slice(None)
+
+    def measured(self, logits: Float[Tensor, "batch position d_vocab"]) -> Float[Tensor, " batch"]:
+        """The metric of each pair from its logits."""
+        if self.metric is None:
+            assert self.pairs.answers is not None
+            last, both = logits[:, -1], (self.pairs.answers, self.pairs.others)
+            ids = [x.to(last.device).unsqueeze(1) for x in both if x is not None]
+            chosen = [last.gather(1, x)[:, 0] for x in ids]
+            return chosen[0] - chosen[1] if len(chosen) == 2 else chosen[0]
+        values: Any = self.metric(logits)
+        got = tuple(values.shape) if isinstance(values, Tensor) else repr(values)
+        expected = f"one number for each of {len(logits)} prompts of a batch"
+        require(got == (len(logits),), "metric", expected=expected, got=got)
+        finite = bool(torch.isfinite(values).all())
+        require(finite, "metric", expected="finite numbers", got=values.tolist())
+        return values
+
+    def read(self, last: Float[Tensor, "batch position d_model"], arithmetic: Live) -> Tensor:
+        """Logits of last states, where they are needed."""
+        return self.runner.logits(last[:, self.places], arithmetic)
+
+    @torch.no_grad()
+    def both_runs(
+        self, arithmetic: Callable[[], Live], pick: Callable[[Tensor], Tensor]
+    ) -> tuple[States, Float[Tensor, "pair writer position d_model"], list[Float[Tensor, " pair"]]]:
+        """One pass over pairs, prompts first and then counterfactuals; what every writer wrote, as
+        ``pick`` takes it from both halves of the batch; and the metric of both."""
+        assert self.pairs.counterfactuals is not None
+        writes = [torch.empty(0)]
+
+        def on_block(run: BlockRun) -> None:
+            writes.append(pick(run.heads.transpose(0, 1)))
+            if run.mlp is not None:
+                writes.append(pick(run.mlp).unsqueeze(1))
+
+        tokens = torch.cat([self.pairs.tokens, self.pairs.counterfactuals])
+        run = self.runner.verified
+        states = run(tokens, arithmetic, positions=self.places, on_block=on_block)
+        writes[0] = pick(states.streams[0]).unsqueeze(1)
+        values = [self.measured(logits) for logits in states.logits.chunk(2)]
+        return states, torch.cat(writes, 1), values
+
+
 def batches(
-    view: ModelView, layout: EdgeLayout, pairs: Prompts, batch_size: int | None
-) -> Iterator[tuple[Runner, Prompts]]:
-    """Pairs of one length, as many as fit, with the runner for that length."""
-    size = whole(1 if batch_size is None else batch_size)
-    if size is None or size < 1:
-        fail("batch_size", expected="a whole number, at least 1", got=repr(batch_size))
+    view: ModelView,
+    layout: EdgeLayout,
+    pairs: Prompts,
+    metric: UserMetric | None,
+    batch_size: int | None,
+) -> Iterator[Batch]:
+    """Pairs of one length, as many as fit."""
+    size = None if batch_size is None else counted(batch_size, "batch_size")
     for group in pairs.groups():
         length = group.tokens.shape[1]
         # in half precision too numbers are float32 here
-        needed = len(layout.writers) * length * layout.d_model * max(4, view.dtype.itemsize)
-        step = max(1, BATCH_BYTES // (2 * needed)) if batch_size is None else size
+        needed = len(layout.writers) * length * view.d_model * max(4, view.dtype.itemsize)
+        step = size or max(1, BATCH_BYTES // (2 * needed))
         runner = Runner.of(view, group.tokens[:1])
         for start in range(0, len(group), step):
-            yield runner, group[start : start + step]
-
-
-def measured(
-    batch: Prompts, metric: UserMetric | None, logits: Float[Tensor, "batch position d_vocab"]
-) -> Float[Tensor, " batch"]:
-    """The metric of a batch from its logits (at the last position alone, without one of the
-    user's)."""
-    if metric is None:
-        assert batch.answers is not None
-        last = logits[:, -1]
-        ids = [x.to(last.device) for x in (batch.answers, batch.others) if x is not None]
-        chosen = [last.gather(1, x.unsqueeze(1))[:, 0] for x in ids]
-        return chosen[0] - chosen[1] if len(chosen) == 2 else chosen[0]
-    values: Any = metric(logits)
-    got = tuple(values.shape) if isinstance(values, Tensor) else repr(values)
-    expected = f"one number for each of {len(logits)} prompts of a batch"
-    require(got == (len(logits),), "metric", expected=expected, got=got)
-    finite = bool(torch.isfinite(values).all())
-    require(finite, "metric", expected="finite numbers", got=values.tolist())
-    return values
+            yield Batch(runner, layout, group[start : start + step], metric)
 
 
 def provenance_of_pairs(view: ModelView, pairs: Prompts, **fields: Any) -> Provenance:
@@ -106,8 +149,3 @@ def provenance_of_pairs(view: ModelView, pairs: Prompts, **fields: Any) -> Prove
     about: dict[str, Any] = {"corpus": "pairs of prompts", "contexts": len(pairs)}
     about |= {"token_hash": tokens, "has_bos": pairs.has_bos, "flags": pairs.flags}
     return view.provenance(**about, **fields)
-
-
-def places(metric: UserMetric | None) -> slice:
-    """Where logits are needed."""
-    return slice(-1, None) if metric is None else slice(None)

@@ -20,14 +20,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from einops import einsum
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tl_geometry.base.errors import ReconstructionError, fail
+from tl_geometry.base.errors import ReconstructionError, require
 from tl_geometry.circuits.arithmetic import HeadNorm, Live, NormMap
 from tl_geometry.models.attention import Attention, rotate, scores_of
 from tl_geometry.models.layer_view import LayerView
@@ -115,10 +115,9 @@ class BlockRun:
         """dT/d(stream that entered the block) from dT/d(that behind it), in a walk back; without
         ``patterns`` through values alone."""
         reads = [self.attention.reads[which] for which in ("qkv" if patterns else "v")]
-        tracked = {which: self.attention.sides[which].raw for which in "qkv"}
+        tracked: dict[str, Any] = {which: self.attention.sides[which].raw for which in "qkv"}
         tracked |= {"scores": self.attention.scores, "z": self.attention.z, "heads": self.heads}
-        tracked |= {} if self.mlp is None else {"mlp": self.mlp}
-        tracked |= {} if self.mlp_read is None else {"mlp read": self.mlp_read}
+        tracked |= {} if self.mlp is None else {"mlp": self.mlp, "mlp read": self.mlp_read}
         wanted = [entered, *reads, *tracked.values()]
         options = {"allow_unused": True, "retain_graph": True}
         found = torch.autograd.grad(self.after, wanted, adjoint, **options)
@@ -275,10 +274,12 @@ def mix(pattern: Tensor, v: Tensor) -> Heads:
 
 
 class States(NamedTuple):
-    """A run: the input of every block and the last state, and the logits at some positions."""
+    """A run: the input of every block and the last state, and the logits at some positions; of a
+    verified one also the model's own embeddings, by hook."""
 
     streams: tuple[Stream, ...]
     logits: Float[Tensor, "batch position d_vocab"]
+    embedded: dict[str, Tensor]
 
 
 OnBlock = Callable[[BlockRun], None]
@@ -310,18 +311,12 @@ class Runner:
 
         view.run_layers(tokens[:1], range(view.n_layers), on_layer)
         writing = writing_of(view).blocks
-        blocks = tuple(
-            Block(
-                number=number,
-                spec=layer,
-                layer=layer,
-                groups=view.key_heads(number),
-                after=writing[number].after_attention,
-                mlp=live_mlp(view, number),
-            )
-            for number, layer in enumerate(layers)
-        )
-        return cls(view, blocks, head, view.roundoff)
+        blocks = []
+        for number, layer in enumerate(layers):
+            groups, after = view.key_heads(number), writing[number].after_attention
+            mlp = live_mlp(view, number)
+            blocks.append(Block(number, layer, layer, groups, after, mlp))
+        return cls(view, tuple(blocks), head, view.roundoff)
 
     @torch.no_grad()
     def verified(
@@ -334,12 +329,13 @@ class Runner:
     ) -> States:
         """The model's own pass over ``tokens`` and one by blocks, without gradients; their logits
         are compared. Between two runs ``tokens`` are the prompts, then their counterfactuals."""
-        states: dict[str, Tensor] = {}
-        hook = self.view.state_hooks[0]
-        logits = self.view.logits(tokens, {hook: keep(states, hook)})[:, positions]
-        run = self.run(states[hook].to(self.blocks[0].layer.h), arithmetic, positions, on_block)
+        embedded: dict[str, Tensor] = {}
+        hook, writing = self.view.state_hooks[0], writing_of(self.view)
+        hooks = {name: keep(embedded, name) for name in (hook, *dict(writing.embeddings).values())}
+        logits = self.view.logits(tokens, hooks)[:, positions]
+        run = self.run(embedded[hook].to(self.blocks[0].layer.h), arithmetic, positions, on_block)
         self.require_model_logits(logits, run.streams[-1][:, positions], run.logits)
-        return run
+        return run._replace(embedded=embedded)
 
     def run(
         self,
@@ -356,7 +352,7 @@ class Runner:
             if on_block is not None:
                 on_block(ran)
         logits = self.logits(stream.total[:, positions], arithmetic())
-        return States(tuple(streams), logits)
+        return States(tuple(streams), logits, {})
 
     def logits(self, last: Stream, arithmetic: Live) -> Float[Tensor, "batch position d_vocab"]:
         """Logits of last states, behind the soft cap."""
@@ -391,11 +387,11 @@ class Runner:
         size += float(self.head.b_U.abs().max())
         bound = len(self.blocks) * reconstruction_bound(self.roundoff, size)
         error = float((logits - model_logits).abs().max())
-        if not error <= bound:
-            fail(
-                f"logits of {self.view.name}",
-                expected=f"those of a pass by blocks, within {bound:.1e}",
-                got=f"differences of {error:.1e}",
-                instead="the model without hooks that change it; check_model(model) says more",
-                error=ReconstructionError,
-            )
+        require(
+            error <= bound,
+            f"logits of {self.view.name}",
+            expected=f"those of a pass by blocks, within {bound:.1e}",
+            got=f"differences of {error:.1e}",
+            instead="the model without hooks that change it; check_model(model) says more",
+            error=ReconstructionError,
+        )

@@ -14,7 +14,7 @@ runs on first states between those of the two prompts, at the midpoints of equal
 counterfactual + a (clean - counterfactual)``, ``a = (m + 1/2) / steps`` (Hanna et al. 2024).
 
 A mixture of experts is one reader and one writer. Gradients pass through the experts chosen and the
-weights that the router gives them; between two runs that choose other experts it is refused.
+weights that the router gives them; contrast refuses it by name, as the router may choose others.
 """
 
 from __future__ import annotations
@@ -27,23 +27,16 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tl_geometry.base.checks import whole
-from tl_geometry.base.errors import ReconstructionError, choice, fail, require
+from tl_geometry.base.errors import ReconstructionError, choice, require
 from tl_geometry.base.intervals import FEWEST, t_quantile
 from tl_geometry.base.results import Result
 from tl_geometry.base.tables import Table
 from tl_geometry.circuits.arithmetic import Between, Live, difference, gauss_legendre
 from tl_geometry.circuits.edge_layout import EdgeLayout
-from tl_geometry.circuits.prompt_pairs import (
-    UserMetric,
-    batches,
-    measured,
-    pairs_of,
-    places,
-    provenance_of_pairs,
-)
-from tl_geometry.circuits.runner import BlockRun, Runner, States, Stream
-from tl_geometry.corpus.prompt_sets import Prompts, as_prompts
+from tl_geometry.circuits.prompt_pairs import Batch, UserMetric, batches, counted, pairs_of
+from tl_geometry.circuits.prompt_pairs import provenance_of_pairs as of_pairs
+from tl_geometry.circuits.runner import Stream
+from tl_geometry.corpus.prompt_sets import as_prompts
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.reader import as_view
 from tl_geometry.models.reconstruction import reconstruction_bound
@@ -84,10 +77,7 @@ class EdgeScores(Result):
 
     def rows(self) -> Sequence[Sequence[object]]:
         """The largest absolute score first."""
-        writers, readers = self.layout.writers, self.layout.readers
-        ends = zip(*(end.tolist() for end in self.layout.ends()), strict=True)
-        labels = [(writers[source], readers[target]) for source, target in ends]
-        return self._sorted(labels, self.scores, self.errors)
+        return self._sorted(self.layout.pairs(), self.scores, self.errors)
 
     def nodes(self) -> Table:
         """Embedding, heads and MLPs as a whole: ``writer``, ``score``, ``low``, ``high`` (95% over
@@ -106,14 +96,10 @@ class EdgeScores(Result):
         numbers = torch.stack([values, values - reach, values + reach], 1).tolist()
         return [(*labels[i], *numbers[i]) for i in _by_size(values).tolist()]
 
-    def kept(self, fraction: float) -> Bool[Tensor, " edge"]:
-        """The edges of largest absolute score, ``fraction`` of all."""
-        return largest(self.scores, fraction)
-
     def edges(self, fraction: float) -> list[str]:
         """Names of the edges of largest absolute score, ``fraction`` of all."""
         names = self.names()
-        return [names[i] for i in self.kept(fraction).nonzero()[:, 0].tolist()]
+        return [names[i] for i in largest(self.scores, fraction).nonzero()[:, 0].tolist()]
 
 
 def edge_scores(
@@ -168,26 +154,21 @@ def edge_scores(
     (True, ('embed', 'L0H0'))
     """
     choice(method, METHODS, "method")
-    count = whole(steps)
-    if count is None or count < 1:
-        fail("steps", expected="a whole number, at least 1", got=repr(steps))
+    count = counted(steps, "steps")
     view = as_view(model)
     layout = EdgeLayout.of(view)
     options = {"counterfactuals": counterfactual, "answers": answer, "others": other}
     pairs = pairs_of(view, as_prompts(view, prompts, **options, prepend_bos=prepend_bos), metric)
     midpoints = [(m + 0.5) / count for m in range(count)] if method == "integrated" else [1.0]
     # float64 sums and squares of one row for each pair: edges, writers, the metric of both runs
-    allowed, moments = layout.allowed, torch.zeros(2, 0, dtype=torch.float64)
-    for runner, batch in batches(view, layout, pairs, batch_size):
-        if method == "contrast":
-            scores, metrics = _contrast(runner, layout, batch, metric)
-        else:
-            scores, metrics = _gradients(runner, layout, batch, metric, midpoints)
+    allowed, moments = layout.allowed, torch.zeros(2, 1, dtype=torch.float64)
+    for batch in batches(view, layout, pairs, metric, batch_size):
+        contrast = method == "contrast"
+        scores, metrics = _contrast(batch) if contrast else _gradients(batch, midpoints)
         scores = scores.double().cpu()
         columns = [scores[:, allowed], scores.sum(1), torch.stack(metrics, 1).double().cpu()]
         rows = torch.cat(columns, 1)
-        new = torch.stack([rows.sum(0), rows.square().sum(0)])
-        moments = moments + new if moments.numel() else new
+        moments = moments + torch.stack([rows.sum(0), rows.square().sum(0)])
     n = len(pairs)
     mean = moments[0] / n
     errors = ((moments[1] / n - mean.square()).clamp(min=0) / max(1, n - 1)).sqrt()
@@ -205,89 +186,54 @@ def edge_scores(
         clean=float(both[0]),
         counterfactual=float(both[1]),
         method=method,
-        provenance=provenance_of_pairs(view, pairs, sources=sources),
+        provenance=of_pairs(view, pairs, sources=sources),
     )
 
 
 # ---- scores of one batch
 
-Batch = tuple[Float[Tensor, "pair reader writer"], list[Float[Tensor, " pair"]]]
+Scored = tuple[Float[Tensor, "pair reader writer"], list[Float[Tensor, " pair"]]]
 """Scores of each pair, and the metric of both runs."""
 
 
 @torch.no_grad()
-def both_runs(
-    runner: Runner,
-    batch: Prompts,
-    metric: UserMetric | None,
-    arithmetic: Callable[[], Live],
-    pick: Callable[[Tensor], Tensor],
-) -> tuple[States, Float[Tensor, "pair writer position d_model"], list[Float[Tensor, " pair"]]]:
-    """One pass over pairs, prompts first and then counterfactuals; what every writer wrote, as
-    ``pick`` takes it from both halves of the batch; and the metric of both."""
-    assert batch.counterfactuals is not None
-    writes = [torch.empty(0)]
-
-    def on_block(run: BlockRun) -> None:
-        writes.append(pick(run.heads.transpose(0, 1)))
-        if run.mlp is not None:
-            writes.append(pick(run.mlp).unsqueeze(1))
-
-    tokens, positions = torch.cat([batch.tokens, batch.counterfactuals]), places(metric)
-    states = runner.verified(tokens, arithmetic, positions=positions, on_block=on_block)
-    writes[0] = pick(states.streams[0]).unsqueeze(1)
-    values = [measured(batch, metric, logits) for logits in states.logits.chunk(2)]
-    return states, torch.cat(writes, 1), values
-
-
-@torch.no_grad()
-def _gradients(
-    runner: Runner,
-    layout: EdgeLayout,
-    batch: Prompts,
-    metric: UserMetric | None,
-    midpoints: Sequence[float],
-) -> Batch:
+def _gradients(batch: Batch, midpoints: Sequence[float]) -> Scored:
     """Scores by gradients at some runs between both prompts."""
-    states, change, values = both_runs(runner, batch, metric, Live, difference)
-    clean = tuple(stream[: len(batch)] for stream in states.streams)
-    total = change.new_zeros(len(batch), len(layout.readers), len(layout.writers))
+    states, change, values = batch.both_runs(Live, difference)
+    clean = tuple(stream[: len(change)] for stream in states.streams)
+    total, run = torch.zeros(()), batch.runner.run
     for a in midpoints:
         # the clean first state, moved towards the counterfactual's
-        streams = clean if a == 1.0 else runner.run(clean[0] - (1 - a) * change[:, 0]).streams
+        streams = clean if a == 1.0 else run(clean[0] - (1 - a) * change[:, 0]).streams
         with torch.enable_grad():
             last = streams[-1].detach().requires_grad_()
-            of = measured(batch, metric, runner.logits(last[:, places(metric)], Live()))
+            of = batch.measured(batch.read(last, Live()))
             live, got = of.requires_grad, "one without a gradient"
             expected, instead = "a differentiable function", "a function of the logits in torch"
             require(live, "metric", expected=expected, got=got, instead=instead)
             adjoint = torch.autograd.grad(of.sum(), last)[0]
-        scores, _ = _contracted(runner, layout, streams, adjoint, Live, change)
-        total += scores / len(midpoints)
+        total = total + _contracted(batch, streams, adjoint, Live, change)[0] / len(midpoints)
     return total, values
 
 
 @torch.no_grad()
-def _contrast(
-    runner: Runner, layout: EdgeLayout, batch: Prompts, metric: UserMetric | None
-) -> Batch:
+def _contrast(batch: Batch) -> Scored:
     """Scores by the linear network between both runs."""
-    states, change, values = both_runs(runner, batch, metric, Between, difference)
+    states, change, values = batch.both_runs(Between, difference)
     clean, other = states.logits.chunk(2)
-    g = torch.zeros_like(clean)
-    for t, weight in gauss_legendre(METRIC_NODES) if metric is not None else ((0.5, 1.0),):
+    g, runner = torch.zeros_like(clean), batch.runner
+    for t, weight in ((0.5, 1.0),) if batch.metric is None else gauss_legendre(METRIC_NODES):
         with torch.enable_grad():
             between = (other + t * (clean - other)).requires_grad_()
-            of = measured(batch, metric, between).sum()
+            of = batch.measured(between).sum()
             g = g + weight * torch.autograd.grad(of, between)[0]
     with torch.enable_grad():
         last = states.streams[-1].detach().requires_grad_()
-        logits = runner.logits(last[:, places(metric)], Between())
-        adjoint = torch.autograd.grad(logits, last, torch.cat([g, -g]))[0]
-    scores, first = _contracted(runner, layout, states.streams, adjoint, Between, change)
-    total = (change[:, 0].double() * first[: len(batch)].double()).sum((1, 2))
+        adjoint = torch.autograd.grad(batch.read(last, Between()), last, torch.cat([g, -g]))[0]
+    scores, first = _contracted(batch, states.streams, adjoint, Between, change)
+    total = (change[:, 0].double() * first[: len(change)].double()).sum((1, 2))
     # each run's logits round by their own size, which is that of the normed state times W_U
-    normed = runner.head.norm.apply(states.streams[-1][:, places(metric)])
+    normed = runner.head.norm.apply(states.streams[-1][:, batch.places])
     size = float((normed.abs() @ runner.head.W_U.to(normed).abs()).max())
     size += float(scores.abs().sum((1, 2)).max())
     bound = len(runner.blocks) * reconstruction_bound(runner.roundoff, size)
@@ -304,8 +250,7 @@ def _contrast(
 
 
 def _contracted(
-    runner: Runner,
-    layout: EdgeLayout,
+    batch: Batch,
     streams: Sequence[Stream],
     adjoint: Stream,
     arithmetic: Callable[[], Live],
@@ -313,16 +258,15 @@ def _contracted(
 ) -> tuple[Float[Tensor, "pair reader writer"], Stream]:
     """Walk back, and take the product of what every reader gets with what every writer that it
     sees wrote; also dT/d(first state)."""
-    count = len(change)
+    count, writes, layout = len(change), change.flatten(2), batch.layout
     scores = change.new_zeros(count, len(layout.readers), len(layout.writers))
-    writes, seen = change.flatten(2), layout.seen
     at = len(layout.readers) - 1
     scores[:, at] = torch.einsum("bwx,bx->bw", writes, adjoint[:count].flatten(1))
-    for entered, run in runner.back(streams, arithmetic):
+    for entered, run in batch.runner.back(streams, arithmetic):
         adjoint = run.pull(entered, adjoint)
         readers = run.to_readers(count).flatten(2)
         at -= readers.shape[1]
-        most = seen[at + readers.shape[1] - 1]
+        most = layout.seen[at + readers.shape[1] - 1]
         scores[:, at : at + readers.shape[1], :most] = readers @ writes[:, :most].mT
     return scores * layout.allowed.to(scores), adjoint
 

@@ -26,7 +26,6 @@ from tl_geometry.base.checks import head_name
 from tl_geometry.base.errors import choice, require
 from tl_geometry.circuits.graph_edges import EdgeFinder
 from tl_geometry.circuits.logit_graph import CONSTANTS, NOWHERE, TARGET, LogitGraph
-from tl_geometry.circuits.runner import Write
 from tl_geometry.circuits.walk import Values, Walk, fewest_carrying
 from tl_geometry.corpus.prompt_sets import Prompts, as_prompts
 from tl_geometry.corpus.token_windows import TokensLike
@@ -68,7 +67,7 @@ def trace_logit(
         position: where the logit is read: a number (-1 is the last), or a name of the prompt's
             ``positions``.
         mlp: ``"frozen"`` follows MLPs back, ``"leaf"`` takes what they wrote as inputs (the only
-            way for a mixture of experts in the graph of one prompt).
+            way for a mixture of experts).
         basis: of :func:`tl_geometry.decompose`; then the leaves are mean, pos and cvec of state 0
             in place of the embeddings: how much of T came from position and how much from content.
         keep: share of all absolute values (of all that is moved, and of what is written straight
@@ -77,8 +76,7 @@ def trace_logit(
 
     Raises ``ReconstructionError`` where the sum is not T within the rounding of the model;
     ``UnsupportedModelError`` for an encoder, an output head other than a norm and a linear map,
-    (with ``mlp="frozen"``) an MLP other than two or three matrices, and a mixture of experts that
-    chooses other experts in the counterfactual.
+    and (with ``mlp="frozen"``) an MLP other than two or three matrices, as a mixture of experts.
 
     Sources: the graph between two runs is of this library; a norm, softmax or product between two
     points by the mean value theorem as in integrated gradients (Sundararajan et al. 2017).
@@ -108,46 +106,18 @@ def trace_logit(
     require(one, "basis, counterfactual", expected="one of them", got="both")
     tokens = asked.tokens if others is None else torch.cat([asked.tokens, others])
     walk = Walk.of(view, asked, tokens, at, leaf=mlp == "leaf")
-    leaves, first_constant = walk.leaves(tokens)
     if basis is not None:
         basis.require_raw("trace_logit")
-        leaves = stream_parts(basis, ("pos", "cvec"), walk.runner.blocks[0].layer)
-        leaves = {name: part[0] for name, part in leaves.items()}
-        first_constant = torch.zeros_like(first_constant)  # the parts sum to all of state 0
+        parts = stream_parts(basis, ("pos", "cvec"), walk.runner.blocks[0].layer)
+        walk.leaves = {name: part[0] for name, part in parts.items()}
+        walk.constant = torch.zeros_like(walk.constant)  # the parts sum to all of state 0
     walk.walk()
-    values = walk.component_values(leaves, first_constant, follow=False)
-    moved = values.map(lambda x: torch.full_like(x, torch.nan))
-    if others is None:
-        moved = walk.component_values(leaves, first_constant, follow=True).minus(values)
-    walk.require_sum(values)
-    return _graph(walk, asked, leaves, first_constant, values, moved, keep, basis)
-
-
-def _graph(
-    walk: Walk,
-    asked: Prompts,
-    leaves: dict[str, Write],
-    first_constant: Write,
-    values: Values,
-    moved: Values,
-    keep: float,
-    basis: PositionContext | None,
-) -> LogitGraph:
-    """Choose the nodes, form the edges, and put everything into one result."""
-    view = walk.runner.view
-    straight, names = walk.direct_others(leaves, first_constant)
-    others = asked.counterfactuals
-    direct_heads = torch.stack([layer.direct_heads for layer in walk.layers]).cpu()
-    chosen = fewest_carrying(values.flat(), keep) | walk.straight(values, names, straight, keep)
-    if not walk.between:
-        chosen = chosen | fewest_carrying(moved.flat(), keep)
+    values = walk.values()
+    walk.require_sum(values.map(lambda way: way[0]))
+    found = _components(walk, values, keep)
     answer, *rest = view.decode(walk.answers)
-    finder = EdgeFinder(walk, leaves, first_constant, _nodes(walk, leaves, values, chosen), keep)
-    tables = finder.tables()
-    ends = torch.tensor([walk.value, float(values.constant)], dtype=torch.float64)
-    ends_moved = torch.stack([moved.constant * 0, moved.constant])  # NaN stays
     return LogitGraph(
-        provenance=provenance_of(view, asked.as_windows(), basis),
+        provenance=provenance_of(view, rows, basis),
         texts=tuple(view.decode(asked.tokens[0].tolist())),
         token_ids=tuple(asked.tokens[0].tolist()),
         counterfactual=None if others is None else tuple(view.decode(others[0].tolist())),
@@ -157,40 +127,54 @@ def _graph(
         answer_ids=walk.answers,
         probability=float(walk.states.logits[0, 0].softmax(-1)[walk.answers[0]]),
         value=walk.value,
-        mlp="leaf" if walk.leaf else "frozen",
+        mlp=mlp,
         keep=keep,
-        leaf_names=tuple(leaves),
-        leaf_values=values.leaves,
-        leaf_moved=moved.leaves,
-        head_values=values.heads,
-        head_moved=moved.heads,
-        mlp_values=values.mlps,
-        mlp_moved=moved.mlps,
-        constant=float(values.constant),
-        constant_moved=float(moved.constant),
-        direct_heads=direct_heads,
-        direct_names=names,
-        direct_others=straight,
-        values=torch.cat([ends, values.flat()[chosen]]),
-        moved=torch.cat([ends_moved, moved.flat()[chosen]]),
-        **tables,
+        **found,
     )
 
 
-def _nodes(
-    walk: Walk, leaves: dict[str, Write], values: Values, chosen: Bool[Tensor, " row"]
-) -> dict[str, Any]:
+def _components(walk: Walk, ways: Values, keep: float) -> dict[str, Any]:
+    """Values of all components, the chosen nodes, and the edges between them."""
+    values, straight, nan = ways.map(lambda way: way[0]), walk.straight(), torch.nan
+    moved = ways.map(lambda way: way[0] * nan if walk.between else way[1] - way[0])
+    sizes = values.map(torch.zeros_like)
+    for size, value in zip(sizes[:3], straight[:3], strict=True):
+        size[..., walk.position] = value
+    chosen = fewest_carrying(values.flat(), keep) | fewest_carrying(sizes.flat(), keep)
+    if not walk.between:
+        chosen = chosen | fewest_carrying(moved.flat(), keep)
+    nodes = _nodes(walk, values, chosen)
+    ends = torch.tensor([walk.value, float(values.constant)], dtype=torch.float64)
+    ends_moved = torch.stack([moved.constant * 0, moved.constant])  # NaN stays
+    found = EdgeFinder(walk, nodes, keep).tables()
+    for name, value in (("values", values), ("moved", moved)):
+        fields = zip(("leaf", "head", "mlp"), value[:3], strict=True)
+        found |= {f"{part}_{name}": numbers for part, numbers in fields}
+    mlps = [block.number for block in walk.runner.blocks if block.mlp is not None]
+    names = (*walk.leaves, *(f"mlp{layer}" for layer in mlps), CONSTANTS)
+    direct = torch.cat([straight.leaves, straight.mlps[mlps], straight.constant.unsqueeze(0)])
+    count = len(names) - walk.between  # two runs have no constants
+    return found | {
+        "leaf_names": tuple(walk.leaves),
+        "constant": float(values.constant),
+        "constant_moved": float(moved.constant),
+        "direct_heads": torch.stack([layer.direct_heads for layer in walk.layers]).cpu(),
+        "direct_names": names[:count],
+        "direct_others": direct[:count],
+        "values": torch.cat([ends, values.flat()[chosen]]),
+        "moved": torch.cat([ends_moved, moved.flat()[chosen]]),
+    }
+
+
+def _nodes(walk: Walk, values: Values, chosen: Bool[Tensor, " row"]) -> dict[str, Any]:
     """Component, layer, head and position of the logit, the constants and the chosen."""
-    rows: list[tuple[str, int, int, int]] = [(TARGET, NOWHERE, NOWHERE, walk.position)]
-    rows.append((CONSTANTS, NOWHERE, NOWHERE, NOWHERE))
-    leaf, head, mlp = chosen.split([x.numel() for x in values[:3]])
-    names = list(leaves)
-    for part, at in leaf.view_as(values.leaves).nonzero().tolist():
-        rows.append((names[part], NOWHERE, NOWHERE, at))
-    for layer, h, at in head.view_as(values.heads).nonzero().tolist():
-        rows.append((head_name((layer, h)), layer, h, at))
-    for layer, at in mlp.view_as(values.mlps).nonzero().tolist():
-        rows.append((f"mlp{layer}", layer, NOWHERE, at))
+    parts = zip(chosen.split([x.numel() for x in values[:3]]), values[:3], strict=True)
+    leaf, head, mlp = (marks.view_as(x).nonzero().tolist() for marks, x in parts)
+    names, none = list(walk.leaves), NOWHERE
+    rows = [(TARGET, none, none, walk.position), (CONSTANTS, none, none, none)]
+    rows += [(names[part], none, none, at) for part, at in leaf]
+    rows += [(head_name((layer, h)), layer, h, at) for layer, h, at in head]
+    rows += [(f"mlp{layer}", layer, none, at) for layer, at in mlp]
     components, *columns = zip(*rows, strict=True)
     layers, heads, positions = (torch.tensor(column) for column in columns)
     places = {"layers": layers, "heads_of": heads, "positions": positions}

@@ -12,9 +12,8 @@ from einops import einsum
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tl_geometry.base.errors import ReconstructionError, fail, require
+from tl_geometry.base.errors import ReconstructionError, require
 from tl_geometry.circuits.arithmetic import Between, Frozen, Live, difference
-from tl_geometry.circuits.logit_graph import CONSTANTS
 from tl_geometry.circuits.runner import Attended, Block, BlockRun, Runner, States, Write
 from tl_geometry.corpus.prompt_sets import Prompts
 from tl_geometry.models.mlp import mlp_spec
@@ -25,44 +24,35 @@ from tl_geometry.models.writers import Written
 
 
 class Values(NamedTuple):
-    """``write . dT/d(write)`` of every component at every position, in float64."""
+    """A number for every component at every position, and one for all constants, in float64;
+    perhaps with one more axis in front."""
 
-    leaves: Float[Tensor, "part position"]
-    heads: Float[Tensor, "layer head position"]
-    mlps: Float[Tensor, "layer position"]
-    constant: Float[Tensor, ""]
+    leaves: Float[Tensor, "*way part position"]
+    heads: Float[Tensor, "*way layer head position"]
+    mlps: Float[Tensor, "*way layer position"]
+    constant: Float[Tensor, "*way"]
 
     def map(self, f: Callable[[Tensor], Tensor]) -> Values:
         """A function of each."""
         return Values(*map(f, self))
-
-    def minus(self, other: Values) -> Values:
-        """Component by component."""
-        return Values(*(a - b for a, b in zip(self, other, strict=True)))
 
     def flat(self) -> Float[Tensor, " row"]:
         """Leaves, heads and MLPs in one row."""
         return torch.cat([x.flatten() for x in self[:3]])
 
 
-class Way(NamedTuple):
-    """What one gradient says of a block, by values alone or with patterns: values of its heads and
-    its MLP, of all its constants together; dT/d(mixed values), and through the MLP alone
-    dT/d(stream that it reads)."""
-
-    heads: Float[Tensor, "head position"]
-    mlp: Float[Tensor, " position"]
-    constant: Float[Tensor, ""]
-    z: Float[Tensor, "position head d_head"]
-    mlp_read: Write
-
-
 class Layer(NamedTuple):
-    """What a walk back leaves of one block, for one prompt (or pair): its :class:`Way` by values,
-    then that with patterns (between two prompts one that is both), what its MLP wrote without
-    constants, and the constants of attention and MLP."""
+    """What a walk back leaves of one block, for one prompt (or pair): values of heads, of the MLP
+    and of all constants together, and dT/d(mixed values), by values alone and then with patterns
+    (``way``; between two prompts one that is both); dT/d(stream that the MLP reads) through it
+    alone; what the MLP wrote without constants, and the constants of attention and MLP; what heads
+    wrote straight to the logit."""
 
-    ways: tuple[Way, ...]
+    heads: Float[Tensor, "way head position"]
+    mlps: Float[Tensor, "way position"]
+    constants: Float[Tensor, " way"]
+    z: Float[Tensor, "way position head d_head"]
+    mlp_read: Write
     mlp: Write
     attention_constant: Write
     mlp_constant: Write
@@ -71,8 +61,10 @@ class Layer(NamedTuple):
 
 @dataclass(eq=False)
 class Walk:
-    """A logit on its way back. ``adjoints`` are dT/d(state 0), by values and with patterns;
-    ``rounding`` is what the sum rounds with beside its own terms."""
+    """A logit on its way back. ``leaves`` are the embeddings by name (between two runs their
+    differences) and ``constant`` what a norm behind them added to their sum; ``adjoints`` are
+    dT/d(state 0), by values and with patterns; ``rounding`` is what the sum rounds with beside its
+    own terms."""
 
     runner: Runner
     states: States
@@ -84,6 +76,8 @@ class Walk:
     readout_constant: float
     value: float
     rounding: float
+    leaves: dict[str, Write]
+    constant: Write
     layers: list[Layer] = field(default_factory=list)
     adjoints: list[Write] = field(default_factory=list)
 
@@ -99,7 +93,7 @@ class Walk:
         expected = "two different tokens"
         require(differ, "answer, other", expected=expected, got=f"{text} twice")
         if not leaf:
-            for layer in range(0 if between else view.n_layers):
+            for layer in range(view.n_layers):
                 mlp_spec(view, layer)  # refuses a mixture of experts by name
         runner = Runner.of(view, tokens)
         arithmetic = Between if between else Frozen
@@ -111,15 +105,17 @@ class Walk:
             direction = arithmetic().map(head.norm, last).adjoint(readout)[0, 0]
         normed = head.norm.apply(last)[:, 0].double()
         read, size = normed @ readout.double(), normed.abs() @ readout.abs().double()
-        if between:
-            # each run's logit rounds by its own size, in every block
-            rounding = len(runner.blocks) * float(size.sum())
-            found = direction, 0.0, float(read[0] - read[1]), rounding
-            return cls(runner, states, ids, at, leaf, True, *found)
         bias = float(head.b_U[list(ids)].double() @ signs.double())
         constant = float(head.norm.bias.double() @ readout.double()) + bias
-        found = direction, constant, float(read[0]) + bias, 0.0
-        return cls(runner, states, ids, at, leaf, False, *found)
+        # between two runs each logit rounds by its own size, in every block
+        rounding = len(runner.blocks) * float(size.sum())
+        own = (0.0, float(read[0] - read[-1]), rounding)
+        own = own if between else (constant, float(read[0]) + bias, 0.0)
+        written = Written(view, writing_of(view), states.embedded)
+        parts = {name: part.to(last) for name, part in written.dense.items()}
+        leaves = {n: difference(x)[0] if between else x[0] for n, x in parts.items()}
+        first = written.constants.to(last)[0] * (not between)
+        return cls(runner, states, ids, at, leaf, between, direction, *own, leaves, first)
 
     # ---- the walk
 
@@ -142,14 +138,13 @@ class Walk:
         follow = (True,) if self.between else (False, True)
         adjoints = [self.both(last) for _ in follow]
         for entered, run in self.runner.back(self.states.streams, self.arithmetic, leaf=self.leaf):
-            behind = list(adjoints)
-            grads: list[dict[str, Tensor]] = []
+            behind, grads = torch.stack([x[0] for x in adjoints]), []
             for i, patterns in enumerate(follow):
-                adjoints[i] = run.pull(entered, behind[i], patterns=patterns)
+                adjoints[i] = run.pull(entered, adjoints[i], patterns=patterns)
                 grads.append(run.grads)
             direct = torch.autograd.grad(run.heads.sum(0), run.attention.z, self.both(last))[0]
             with torch.no_grad():
-                layer = self._layer(run, grads, [x[0] for x in behind], direct[0])
+                layer = self._layer(run, grads, behind, direct[0, self.position])
             self.layers.insert(0, layer)
         self.adjoints = [adjoint[0] for adjoint in adjoints]
 
@@ -157,22 +152,23 @@ class Walk:
         self,
         run: BlockRun,
         grads: list[dict[str, Tensor]],
-        behind: list[Write],
-        direct: Float[Tensor, "position head d_head"],
+        behind: Float[Tensor, "way position d_model"],
+        direct: Float[Tensor, "head d_head"],
     ) -> Layer:
         heads, head_constants, mlp, mlp_constant = self.writes(run)
-        ways = tuple(
-            Way(
-                dot(heads, g["heads"][:, 0]),
-                dot(mlp, after),
-                dot(head_constants, g["heads"][0, 0]).sum() + dot(mlp_constant, after).sum(),
-                g["z"][0],
-                g["mlp read"][0] if "mlp read" in g else torch.zeros_like(after),
-            )
-            for g, after in zip(grads, behind, strict=True)
+        of_heads = torch.stack([g["heads"][:, 0] for g in grads])
+        constants = dot(head_constants, of_heads[:, 0]) + dot(mlp_constant, behind)
+        return Layer(
+            dot(heads, of_heads),
+            dot(mlp, behind),
+            constants.sum(-1),
+            torch.stack([g["z"][0] for g in grads]),
+            grads[0]["mlp read"][0] if "mlp read" in grads[0] else torch.zeros_like(mlp),
+            mlp,
+            head_constants,
+            mlp_constant,
+            self._direct(run, direct),
         )
-        readout = self._direct(run, direct[self.position])
-        return Layer(ways, mlp, head_constants, mlp_constant, readout)
 
     def writes(
         self, run: BlockRun
@@ -204,44 +200,59 @@ class Walk:
         constants = block.written(z, arithmetic.again(int(behind)))[:, 0]
         return heads[:, 0] - constants, constants.sum(0)
 
+    def written(
+        self, block: Block, seen: Attended, which: str
+    ) -> Float[Tensor, "position head d_head"]:
+        """What queries, keys or values are beside constant values; between two runs their
+        difference."""
+        entering = seen.sides[which].entering.detach()
+        if which == "v" and not self.between:
+            entering = entering - block.spec.constant("v")
+        return self.one(entering)
+
     def _direct(
         self, run: BlockRun, readout: Float[Tensor, "head d_head"]
     ) -> Float[Tensor, "head source"]:
         """What each head wrote straight to the logit, by source."""
-        v = run.attention.sides["v"].entering.detach()
-        pattern = run.attention.pattern[:, :, self.position].detach()
-        if not self.between:
-            v = v - run.block.spec.constant("v")
-        towards = einsum(v.double(), readout.double(), "b j h e, h e -> b h j")
-        if not self.between:
-            return pattern[0] * towards[0]
-        return pattern.mean(0) * difference(towards)[0] + difference(pattern)[0] * towards.mean(0)
+        seen, v = run.attention, self.written(run.block, run.attention, "v")
+        pattern = seen.pattern[:, :, self.position].detach()
+        towards = lambda v: einsum(v.double(), readout.double(), "j h e, h e -> h j")  # noqa: E731
+        found = pattern.mean(0) * towards(v)
+        if self.between:
+            values = seen.sides["v"].entering.detach()
+            found = found + difference(pattern)[0] * towards(values.mean(0))
+        return found
 
     # ---- values
 
-    def leaves(self, tokens: Tensor) -> tuple[dict[str, Write], Write]:
-        """Embeddings by name, and what a norm behind them added to their sum."""
-        view = self.runner.view
-        writing = writing_of(view)
-        written = Written(view, writing, view.activations(tokens, writing.hooks(0)))
-        first = self.states.streams[0]
-        parts = {name: self.one(part.to(first)) for name, part in written.dense.items()}
-        constants = written.constants.to(first)[0]
-        return parts, torch.zeros_like(constants) if self.between else constants
-
-    def component_values(
-        self, leaves: dict[str, Write], first_constant: Write, *, follow: bool
-    ) -> Values:
-        """Values along value paths, or with those that patterns add."""
-        which = -1 if follow else 0
-        ways, adjoint = [layer.ways[which] for layer in self.layers], self.adjoints[which]
-        constant = dot(first_constant, adjoint).sum() + self.readout_constant
-        return Values(
-            torch.stack([dot(leaf, adjoint) for leaf in leaves.values()]).cpu(),
-            torch.stack([way.heads for way in ways]).cpu(),
-            torch.stack([way.mlp for way in ways]).cpu(),
-            (constant + torch.stack([way.constant for way in ways]).sum()).cpu(),
+    def values(self) -> Values:
+        """``write . dT/d(write)`` of every component, along value paths and with those that
+        patterns add (``way``)."""
+        adjoint = torch.stack(self.adjoints)
+        constant = dot(self.constant, adjoint).sum(-1) + self.readout_constant
+        found = Values(
+            torch.stack([dot(leaf, adjoint) for leaf in self.leaves.values()], 1),
+            torch.stack([layer.heads for layer in self.layers], 1),
+            torch.stack([layer.mlps for layer in self.layers], 1),
+            constant + torch.stack([layer.constants for layer in self.layers]).sum(0),
         )
+        return found.map(Tensor.cpu)
+
+    def straight(self) -> Values:
+        """What every component wrote straight to the logit, from where that is read."""
+        at, blocks = self.position, writing_of(self.runner.view).blocks
+        biases = torch.stack([block.b_out.to(self.constant) for block in blocks])
+        biases = biases * (not self.between)
+        mlps = torch.stack([(layer.mlp + layer.mlp_constant)[at] for layer in self.layers])
+        constants = torch.stack([layer.attention_constant[at] for layer in self.layers]) + biases
+        constant = dot(self.constant[at] + constants.sum(0), self.direction)
+        found = Values(
+            dot(torch.stack([leaf[at] for leaf in self.leaves.values()]), self.direction),
+            torch.stack([layer.direct_heads.sum(1) for layer in self.layers]),
+            dot(mlps - biases, self.direction),
+            constant + self.readout_constant,
+        )
+        return found.map(Tensor.cpu)
 
     def require_sum(self, values: Values) -> None:
         """Raise where leaves and constants do not sum to T within the rounding of all that is added
@@ -250,50 +261,22 @@ class Walk:
         total += float(values.mlps.sum()) if self.leaf else 0.0
         size = float(values.flat().abs().sum() + values.constant.abs()) + self.rounding
         bound = reconstruction_bound(self.runner.roundoff, size)
-        if not abs(total - self.value) <= bound:  # NaN is refused too
-            fail(
-                f"logit of {self.runner.view.name}",
-                expected=f"{self.value:.6g} as a sum over tokens and constants, within {bound:.1e}",
-                got=f"{total:.6g}",
-                instead="check_model(model)",
-                error=ReconstructionError,
-            )
+        require(
+            abs(total - self.value) <= bound,  # NaN is refused too
+            f"logit of {self.runner.view.name}",
+            expected=f"{self.value:.6g} as a sum over tokens and constants, within {bound:.1e}",
+            got=f"{total:.6g}",
+            instead="check_model(model)",
+            error=ReconstructionError,
+        )
 
-    def direct_others(
-        self, leaves: dict[str, Write], first_constant: Write
-    ) -> tuple[Float[Tensor, " writer"], tuple[str, ...]]:
-        """What everything but heads wrote straight to the logit."""
-        at, constant = self.position, first_constant
-        named = {name: dot(part[at], self.direction) for name, part in leaves.items()}
-        blocks = writing_of(self.runner.view).blocks
-        for number, layer in enumerate(self.layers):
-            b_out = blocks[number].b_out.to(constant) * (not self.between)
-            constant = constant + layer.attention_constant + b_out
-            if self.runner.blocks[number].mlp is not None:
-                whole = layer.mlp[at] + layer.mlp_constant[at] - b_out
-                named[f"mlp{number}"] = dot(whole, self.direction)
-        if not self.between:
-            named[CONSTANTS] = dot(constant[at], self.direction) + self.readout_constant
-        return torch.stack(list(named.values())).cpu(), tuple(named)
 
-    def straight(
-        self, values: Values, names: tuple[str, ...], others: Tensor, keep: float
-    ) -> Bool[Tensor, " row"]:
-        """The components that carry ``keep`` of what was written straight to the logit, as marks in
-        the order of ``values.flat()``."""
-        sizes = values.map(torch.zeros_like)
-        for number, layer in enumerate(self.layers):
-            sizes.heads[number, :, self.position] = layer.direct_heads.sum(1).cpu()
-        for name, value in zip(names, others, strict=True):
-            if name.startswith("mlp"):
-                sizes.mlps[int(name[3:]), self.position] = value
-            elif name != CONSTANTS:
-                sizes.leaves[names.index(name), self.position] = value
-        return fewest_carrying(sizes.flat(), keep)
+FIRST = 128
+"""Columns that are sorted at first: the largest few of thousands carry the share nearly always."""
 
 
 def fewest_carrying(
-    sizes: Float[Tensor, "*row column"], keep: float
+    sizes: Float[Tensor, "*row column"], keep: float, first: int = FIRST
 ) -> Bool[Tensor, "*row column"]:
     """In each row, the fewest columns whose absolute sizes make up the share ``keep`` of all.
 
@@ -301,11 +284,18 @@ def fewest_carrying(
     [True, False, True, False]
     """
     size = sizes.abs()
-    ordered, order = size.sort(dim=-1, descending=True, stable=True)
-    before = ordered.cumsum(-1) - ordered
-    # 1e-6: a share reached but for rounding counts as reached; zeros are never kept
-    short = (before < keep * ordered.sum(-1, keepdim=True) * (1 - 1e-6)) & (ordered > 0)
-    return torch.zeros_like(short).scatter(-1, order, short if keep < 1 else ordered > 0)
+    if keep == 1:
+        return size > 0
+    few = min(first, size.shape[-1])
+    ordered, order = size.topk(few, -1)
+    # 1e-6: a share reached but for rounding counts as reached
+    enough = keep * size.sum(-1, keepdim=True) * (1 - 1e-6)
+    short = (ordered.cumsum(-1) - ordered < enough) & (ordered > 0)  # zeros are never kept
+    kept = torch.zeros_like(size, dtype=torch.bool).scatter(-1, order, short)
+    more = ordered.sum(-1) < enough[..., 0]
+    if few < size.shape[-1] and bool(more.any()):
+        kept[more] = fewest_carrying(size[more], keep, 8 * first)
+    return kept
 
 
 def dot(a: Float[Tensor, "..."], b: Float[Tensor, "..."]) -> Float[Tensor, "..."]:

@@ -20,6 +20,7 @@ all of it.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -28,7 +29,7 @@ from typing import Any, ClassVar
 
 import torch
 from einops import einsum, rearrange
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -36,11 +37,16 @@ from tl_geometry.base import checks
 from tl_geometry.base.checks import Head
 from tl_geometry.base.errors import choice, require
 from tl_geometry.base.intervals import FEWEST, FEWEST_GROUPS, LeftOut, jackknife_interval
-from tl_geometry.base.results import Result
-from tl_geometry.base.sums import Sums
-from tl_geometry.circuits import head_readers
-from tl_geometry.circuits.head_readers import HEAD_SIDES, SHARES, Reads, by_side
-from tl_geometry.circuits.writer_sweep import first_kept
+from tl_geometry.circuits.head_readers import (
+    GROUPS,
+    HEAD_SIDES,
+    SHARES,
+    Reads,
+    WriterSums,
+    context_products,
+    first_kept,
+)
+from tl_geometry.circuits.writer_sweep import WriterShares
 from tl_geometry.corpus.sources import as_tokens
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
 from tl_geometry.decomposition.groups import group_borders, jackknife_blocks
@@ -55,14 +61,9 @@ from tl_geometry.models.writers import GRAINS, Written, run_written, writer_name
 from tl_geometry.scores.corpus_pass import CorpusPass
 from tl_geometry.scores.terms import BIAS
 
-GROUPS = 8
-"""Groups of prompts that are left out in turn, as many as a basis has by default."""
-WRITERS = ("all", "heads")
-"""Which writers edges start from."""
-
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Composition(Result):
+class Composition(WriterShares):
     """Edges from writers to heads: one row for each reader, side and writer, the strongest writers
     of a side first.
 
@@ -80,12 +81,7 @@ class Composition(Result):
     chosen as queries; it is empty where all count.
     """
 
-    heads: tuple[tuple[int, int], ...]
-    parts: tuple[str, ...]
-    wrote: tuple[int, ...]
     writer_heads: tuple[int, ...]
-    cs: Float[Tensor, "head side part"]
-    gs: Float[Tensor, "head side part"]
     weights: Float[Tensor, "head side part"]
     other_cs: Float[Tensor, "head side part"]
     other_gs: Float[Tensor, "head side part"]
@@ -96,44 +92,18 @@ class Composition(Result):
     gs_low: Float[Tensor, "head side part"]
     gs_high: Float[Tensor, "head side part"]
     cosine: Float[Tensor, " part"]
-    drop: int
     draws: int
     queries: tuple[int, ...] = ()
     sides: ClassVar = HEAD_SIDES
-    table_axes = ("head", "side", "part")
     table_values = (
         *("cs", "cs_low", "cs_high", "gs", "gs_low", "gs_high", "weights"),
         *("other_cs", "other_gs", "random_cs", "random_gs", "cosine"),
     )
 
-    def table_mask(self) -> Tensor:
-        """Only writers that the head reads."""
-        layers = torch.tensor([layer for layer, _ in self.heads])
-        return (torch.tensor(self.wrote) < layers[:, None, None]).expand(self.cs.shape)
-
     def rows(self) -> Sequence[Sequence[object]]:
         """Readers and sides in order, the strongest writers first."""
         sides: Any = groupby(super().rows(), lambda row: row[:3])
         return [row for _, side in sides for row in sorted(side, key=lambda row: -abs(row[4]))]
-
-    def edges(
-        self, *, side: str | None = None, share: str = "cs", writers: str = "all", n: int = 20
-    ) -> list[tuple[str, str, str, float]]:
-        """The ``n`` strongest edges (writer, reader, side, share) by absolute share;
-        ``writers="heads"`` leaves embeddings, MLPs and constants out."""
-        values = getattr(self, choice(share, SHARES, "share"))
-        wanted = self.table_mask() & values.isfinite()
-        wanted[..., 0] = False  # the reader's own constants
-        if choice(writers, WRITERS, "writers") == "heads":
-            wanted &= torch.tensor(self.writer_heads) >= 0
-        if side is not None:
-            chosen = HEAD_SIDES.index(choice(side, HEAD_SIDES, "side"))
-            wanted[:, torch.arange(len(HEAD_SIDES)) != chosen] = False
-        order = values[wanted].abs().argsort(descending=True, stable=True)[:n]
-        return [
-            (self.parts[p], checks.head_name(self.heads[h]), HEAD_SIDES[s], float(values[h, s, p]))
-            for h, s, p in wanted.nonzero()[order].tolist()
-        ]
 
 
 def composition(
@@ -196,29 +166,32 @@ def composition(
     borders = torch.tensor(group_borders(len(source), GROUPS)[0])
     readers = {l: [head for layer, head in order if layer == l] for l, _ in order}
     factor_of = cache(partial(_value_factor, view))  # each writer has many readers
-    sums: dict[int, _Sums] = {}
+    sums: dict[int, WriterSums] = {}
     weights: dict[int, Tensor] = {}
     products = torch.zeros(2, 1).double()
 
     def on_layer(layer: LayerView, written: Written) -> None:
         nonlocal products
         l = layer.layer
-        sides, *_ = head_readers.score_reads(layer, start, readers[l], at)
-        reads = [*sides, head_readers.value_reads(layer, start, readers[l], at)]
+        reads = Reads.of(layer, start, readers[l], at, values=True)
         places = stream.contexts + torch.arange(len(layer.h))
         group = torch.bucketize(places, borders, right=True).to(layer.h.device)
-        batch = _Sums.of(reads, written, parts, (write, read), group).to("cpu")
+        batch = WriterSums.of(reads, written, parts, group, (write, read)).to("cpu")
         sums[l] = sums[l] + batch if l in sums else batch
         if l not in weights:
             weights[l] = weights_alone(reads, readers[l], layer, written, parts, factor_of)
         if l == max(readers) and len(group) > 1:  # the last layer has all writers
-            products = products + head_readers.context_products(written, start, parts).cpu()
+            products = products + context_products(written, start, parts).cpu()
 
     stream = CorpusPass(view, source, rows, progress=progress, seed=seed)
     for batch in stream:
         run_written(view, batch, list(readers), on_layer, verify=False, **stream.sample())
     names = writer_names(view, max(readers), parts)
-    numbers = [{"weights": weights[l], **sums[l].shares(view.d_model)} for l in readers]
+    fields: dict[str, list[Tensor]] = defaultdict(list)
+    for l in readers:
+        for name, x in {"weights": weights[l], **_shares(sums[l], view.d_model)}.items():
+            # as wide as the last layer, zero for writers that come later
+            fields[name].append(pad(x, (0, 1 + len(names) - x.shape[-1])).transpose(0, 1))
     pick = torch.tensor([order.index(head) for head in chosen])
     return Composition(
         provenance=stream.provenance(start),
@@ -230,7 +203,7 @@ def composition(
         drop=start,
         draws=draws,
         queries=at or (),
-        **{name: _joined([x[name] for x in numbers])[pick] for name in numbers[0]},
+        **{name: torch.cat(layers)[pick] for name, layers in fields.items()},
     )
 
 
@@ -243,85 +216,45 @@ def _positions(queries: Any, source: TokenWindows, start: int) -> tuple[int, ...
     return at
 
 
-def _joined(layers: Sequence[Tensor]) -> Float[Tensor, "head side part"]:
-    """All layers ``[side head part]`` as wide as the last, zero for writers that come later."""
-    width = layers[-1].shape[-1]
-    return torch.cat([pad(x, (0, width - x.shape[-1])).transpose(0, 1) for x in layers])
+# ---- intervals
 
 
-# ---- sums over prompts
+def _intervals(sums: WriterSums) -> dict[str, Float[Tensor, "weight side head part"]]:
+    """95% bounds of the shares: a jackknife over blocks of at least 8 prompts, or over single
+    groups where there are not four such blocks, NaN for fewer than 10 prompts."""
+    shares, blocks = sums.shares, jackknife_blocks(sums.counts)
+    if int(sums.counts.sum()) < FEWEST or len(blocks) < FEWEST_GROUPS:
+        return dict.fromkeys(("low", "high"), torch.full_like(shares, torch.nan))
+    kept, sizes = (~blocks).double(), blocks.double() @ sums.counts.double()
+    own = einsum(kept, sums.own, "b g, n s g h p -> b n s h p")
+    total = einsum(kept, sums.total, "b g, n s g h -> b n s h")
+    interval = jackknife_interval(shares, [LeftOut(sums.divided(own, total), sizes)])
+    return {"low": interval.low, "high": interval.high}
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class _Sums(Sums):
-    """Sums of the readers of one layer: numerators of the shares (part 0: the reader's constants)
-    and what divides them, by group of prompts; numerators of both nulls."""
-
-    counts: Int[Tensor, " group"]
-    own: Float[Tensor, "weight side group head part"]
-    total: Float[Tensor, "weight side group head"]
-    other: Float[Tensor, "weight side head part"]
-    other_total: Float[Tensor, "weight side head"]
-    random: Float[Tensor, "weight side sample head part"]
-
-    @classmethod
-    def of(
-        cls,
-        reads: Sequence[Reads],
-        written: Written,
-        grain: str,
-        directions: tuple[Tensor, Tensor],
-        group: Int[Tensor, " batch"],
-    ) -> _Sums:
-        """The sums of one batch, whose contexts belong to the groups ``group``."""
-        several = len(group) > 1  # where a context is alone in its batch, there is no other
-        samples = head_readers.numerators(reads, written, grain, others=several)
-        total = by_side(torch.cat([r.total for r in reads]), len(reads))
-        counts, own, totals = (
-            x.new_zeros(*x.shape[:axis], GROUPS, *x.shape[axis + 1 :]).index_add_(axis, group, x)
-            for axis, x in ((0, torch.ones_like(group)), (2, samples[0]), (2, total))
-        )
-        return cls(
-            counts=counts,
-            own=own,
-            total=totals,
-            other=several * samples[-1].sum(2),
-            other_total=several * total.sum(2),
-            random=head_readers.random_numerators(reads, written, grain, directions),
-        )
-
-    def shares(self, d_model: int) -> dict[str, Float[Tensor, "side head part"]]:
-        """Shares on data, of both nulls, and their 95% bounds: a jackknife over blocks of at least
-        8 prompts, or over single groups where there are not four such blocks, NaN for fewer than 10
-        prompts."""
-        total, value = _divisor(self.total.sum(2)), self.own.sum(2)
-        random = (self.random.square().mean(2) / d_model).sqrt()
-        found = {"{}": value / total, "random_{}": random / total}
-        found["other_{}"] = self.other / _divisor(self.other_total)
-        for null in ("random_{}", "other_{}"):
-            found[null][..., 0] = torch.nan  # the reader's constants have no writer
-        found["{}_low"] = found["{}_high"] = torch.full_like(value, torch.nan)
-        blocks = jackknife_blocks(self.counts)
-        if int(self.counts.sum()) >= FEWEST and len(blocks) >= FEWEST_GROUPS:
-            kept, sizes = (~blocks).double(), blocks.double() @ self.counts.double()
-            left_out = einsum(kept, self.own, "b g, n s g h p -> b n s h p")
-            left_out = left_out / _divisor(einsum(kept, self.total, "b g, n s g h -> b n s h"))
-            interval = jackknife_interval(found["{}"], [LeftOut(left_out, sizes)])
-            found |= {"{}_low": interval.low, "{}_high": interval.high}
-        by_share = {name: zip(SHARES, values, strict=True) for name, values in found.items()}
-        return {name.format(n): x for name, values in by_share.items() for n, x in values}
-
-
-def _divisor(total: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch 1"]:
-    """Totals as what divides the shares of all parts: NaN where there is nothing to explain."""
-    return torch.where(total > 0, total, torch.nan).unsqueeze(-1)
+def _shares(sums: WriterSums, d_model: int) -> dict[str, Float[Tensor, "side head part"]]:
+    """Shares on data, of both nulls, and their bounds."""
+    assert sums.random is not None  # composition takes nulls
+    assert sums.other is not None
+    assert sums.other_total is not None
+    random = (sums.random.square().mean(2) / d_model).sqrt()
+    found = {"{}": sums.shares, "random_{}": sums.divided(random, sums.total.sum(2))}
+    found["other_{}"] = sums.divided(sums.other, sums.other_total)
+    for null in ("random_{}", "other_{}"):
+        found[null][..., 0] = torch.nan  # the reader's constants have no writer
+    found |= {f"{{}}_{end}": bound for end, bound in _intervals(sums).items()}
+    return {
+        name.format(share): value
+        for name, values in found.items()
+        for share, value in zip(SHARES, values, strict=True)
+    }
 
 
 # ---- weights alone
 
 
 def weights_alone(
-    reads: Sequence[Reads],
+    reads: Reads,
     heads: Sequence[int],
     layer: LayerView,
     written: Written,
@@ -335,10 +268,10 @@ def weights_alone(
     ``|R X| = |W_V X|`` for all X can stand for it; with ``P = (R W_O^writer) M`` of a reader's side
     M, and N what the head has on M's other side, ``|P N^T|^2 = <P^T P, N^T N>``.
     """
-    q, k, v = (r.matrix for r in reads)
+    q, k, v = reads.matrix
     norm_type, names = layer.norm.norm_type, [w.name for w in written.names(grain)]
     W_O = remove_mean(layer.weights.W_O[heads], norm_type)
-    scores = q.new_full((len(reads), len(heads), 1 + len(names)), torch.nan)
+    scores = q.new_full((len(HEAD_SIDES), len(heads), 1 + len(names)), torch.nan)
     for write in written.heads if grain == "writers" else ():
         W = factor_of(write.layer).to(q) @ remove_mean(write.W.to(q), norm_type)
         first = 1 + names.index(f"L{write.layer}H0")
