@@ -98,9 +98,9 @@ def weights_of(model: Any) -> dict[str, Tensor]:
     unused = ("pos_embed.W_pos",) if alibi else ()
     found: dict[int, tuple[str, Tensor]] = {}
     for name, module in modules_of(model):
-        tables = {n: b for n, b in module._buffers.items() if n.endswith("inv_freq")}
-        for leaf, value in [*module._parameters.items(), *tables.items()]:
-            if value is not None:
+        for leaf, value in (*module._parameters.items(), *module._buffers.items()):
+            acts = leaf in module._parameters or leaf.endswith("inv_freq")
+            if acts and value is not None:
                 found.setdefault(id(value), (f"{name}{leaf}", value.detach()))
     return {name: value for name, value in found.values() if name not in unused}
 
