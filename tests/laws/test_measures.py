@@ -67,25 +67,23 @@ def numbers(table: Any, name: str) -> list[float]:
 # ---- ranks
 
 
-def estimate(matrix: Tensor, strategy: str) -> Any:
-    return screenot(
-        torch.linalg.svdvals(matrix), (len(matrix), matrix.shape[1]), k=8, strategy=strategy
-    )
+def estimate(matrix: Tensor) -> Any:
+    return screenot(torch.linalg.svdvals(matrix), (len(matrix), matrix.shape[1]), k=8)
 
 
 @cases
-@given(seeds, st.integers(24, 40), st.integers(24, 60), st.sampled_from(["i", "w", "0"]))
+@given(seeds, st.integers(24, 40), st.integers(24, 60))
 def test_screenot_equals_the_authors_package_and_has_no_scale(
-    seed: int, rows: int, columns: int, strategy: str
+    seed: int, rows: int, columns: int
 ) -> None:
     spikes = gaussian(seed + 1, rows, 3) @ gaussian(seed + 2, 3, columns)
     Y = gaussian(seed, rows, columns) / columns**0.5 + 2 * spikes / columns
-    _, threshold, rank = adaptiveHardThresholding(Y.numpy(), 8, strategy=strategy)
-    ours, turn = estimate(Y, strategy), torch.linalg.qr(gaussian(seed, rows, rows)).Q
+    _, threshold, rank = adaptiveHardThresholding(Y.numpy(), 8, strategy="i")
+    ours, turn = estimate(Y), torch.linalg.qr(gaussian(seed, rows, rows)).Q
     assert abs(float(ours.threshold) - threshold) < 2e-5
     assert int(ours.rank) == rank
     for other, scale in ((Y.T, 1.0), (turn @ Y, 1.0), (1e-150 * Y, 1e-150), (1e120 * Y, 1e120)):
-        found = estimate(other, strategy)
+        found = estimate(other)
         assert int(found.rank) == rank
         assert float(found.threshold) / scale == pytest.approx(float(ours.threshold), rel=1e-9)
 
@@ -103,10 +101,10 @@ def test_screenot_of_zeros_and_of_too_few_values() -> None:
 # ---- position
 
 
-def by_numpy(P: np.ndarray, k: int, strategy: str, frequencies: int) -> dict[str, float]:
+def by_numpy(P: np.ndarray, k: int, frequencies: int) -> dict[str, float]:
     """Measures of a basis that depend on it alone."""
     s, axes = np.linalg.svd(P)[1:]
-    _, threshold, rank = adaptiveHardThresholding(P, k, strategy=strategy)
+    _, threshold, rank = adaptiveHardThresholding(P, k, strategy="i")
     unit = P / np.linalg.norm(P, axis=1, keepdims=True)
     F = np.asarray(scipy.fft.dctn(unit @ unit.T, norm="ortho"))
     x, y = (P @ axes[:2].T).T
@@ -131,11 +129,11 @@ def by_numpy(P: np.ndarray, k: int, strategy: str, frequencies: int) -> dict[str
 def test_every_measure_of_position_in_a_window_by_numpy() -> None:
     h = states()
     basis = basis_of(h, window=(FIRST, POSITIONS + FIRST))
-    found = of_position(basis, k=3, strategy="w", frequencies=2, nulls=False)
+    found = of_position(basis, k=3, frequencies=2, nulls=False)
     for i in range(2):
         inside = h[i, :, FIRST:].numpy()
         P = inside.mean(0) - inside.mean((0, 1))
-        expected = by_numpy(P, 3, "w", 2)
+        expected = by_numpy(P, 3, 2)
         expected["relative_norm"] = reference.relative_norm(inside)
         expected["relative_norm_reference"] = reference.relative_norm(inside, centred=False)
         for name, value in expected.items():
@@ -282,8 +280,6 @@ def test_similarities_equal_all_pairs_and_labels_may_be_large(seed: int, labels:
         assert float(found.intra_signed) == pytest.approx(np.mean(same))
     with_self = np.mean([*np.abs(same), *[1.0] * len(labels)])
     assert float(found.intra_reference) == pytest.approx(with_self)
-    alone = [i for i, k in enumerate(sorted(set(labels))) if labels.count(k) < 2]
-    assert found.table.diagonal()[alone].isnan().all()
 
 
 def test_the_report_of_context_by_brute_force() -> None:
@@ -310,14 +306,6 @@ def test_the_report_of_context_by_brute_force() -> None:
     assert frame["incoherence_rms_random"].tolist() == pytest.approx([D**-0.5] * 2)
     assert frame["overlap_random"].tolist() == [3 / D] * 2
     assert found.provenance.flags == ()
-
-
-def test_errors_of_context_need_32_contexts() -> None:
-    h = states(32)
-    for contexts, known in ((31, False), (32, True)):
-        found = of_context(basis_of(h[:, :contexts]), nulls=False)
-        assert bool(found.df["incoherence_avg_se"].notna().all()) is known
-        assert ("fewer than 32 contexts: no errors" in found.provenance.flags) is not known
 
 
 def test_nulls_of_context_keep_coordinates_or_variance_and_lose_what_is_shared() -> None:
@@ -353,8 +341,6 @@ def test_singular_covariances_and_missing_parts_are_said_not_computed() -> None:
     flagged = of_context(basis_of(plane), LABELS, **QUICK)
     assert flagged.df["compactness_raw"].isna().all()
     assert any("covariance singular at states [0, 1]" in f for f in flagged.provenance.flags)
-    projected = of_context(basis_of(plane), LABELS, space=("pca", 4), **QUICK)
-    assert (projected.df["compactness_raw"] > 0).all()
     bare = of_context(basis_of(states(), second_moments=False), LABELS, **QUICK)
     assert bare.df["compactness_cvec"].isna().all()
     assert "no second moments: no compactness" in bare.provenance.flags
@@ -366,8 +352,6 @@ def test_singular_covariances_and_missing_parts_are_said_not_computed() -> None:
     h[0] = gaussian(4, CONTEXTS, 1, D) + torch.stack([t, t**2], dim=1) @ gaussian(5, 2, D)
     two = of_context(basis_of(h), **QUICK)
     assert "overlap of 2 of 10 directions (some state has no more)" in two.provenance.flags
-    with pytest.raises(GeometryError, match="space: expected"):
-        of_context(basis_of(states()), LABELS, space=("pca", 99))
     with pytest.raises(GeometryError, match="keep_ctx=True"):
         of_context(basis_of(states(), keep_ctx=False))
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from einops import einsum
 from jaxtyping import Float, Int
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
@@ -30,21 +29,11 @@ ALIGNMENTS = ("greedy", "hungarian")
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class AlignedBases:
-    """Aligned bases of all states: ``M_t - center_t = U_t diag(S_t) V_t^T``, float64.
-
-    Directions are the columns of ``U``. ``order[t, i]`` is the place of direction i among the
-    singular values of state t (0: the strongest), ``sign`` the flip against the deterministic sign.
-    ``center`` is zero for uncentred bases. ``overlap[s, t, i]`` is ``v_i(s).v_i(t)``, the cosine
-    between the right singular vectors: how well a rotation and a stretch alone explain direction i
-    between the two states.
-    """
+    """Aligned bases of all states: ``M_t = U_t diag(S_t) V_t^T``, float64. Directions are the
+    columns of ``U``; they are not in the order of their singular values."""
 
     U: Float[Tensor, "state d_model rank"]
     S: Float[Tensor, "state rank"]
-    center: Float[Tensor, "state d_model"]
-    order: Int[Tensor, "state rank"]
-    sign: Float[Tensor, "state rank"]
-    overlap: Float[Tensor, "state state rank"]
 
     @property
     def rank(self) -> int:
@@ -53,13 +42,13 @@ class AlignedBases:
 
 
 def fit_aligned_bases(
-    X: Float[Tensor, "trajectory state d_model"], *, align: str = "greedy", centered: bool = False
+    X: Float[Tensor, "trajectory state d_model"], *, align: str = "greedy"
 ) -> AlignedBases:
-    """Aligned bases of an ensemble, uncentred (as published) or about the mean of each state (PCA).
+    """Aligned bases of an ensemble, uncentred (as published), so that the first direction is nearly
+    that of the ensemble mean.
 
-    Without centring the first direction is nearly that of the ensemble mean. Computed in float64;
-    ``align`` as in :func:`align_directions`. Source: Sarfati et al. 2025, section 2 ("latent space
-    bases"). Raises ``GeometryError`` for states that are not finite.
+    Computed in float64; ``align`` as in :func:`align_directions`. Source: Sarfati et al. 2025,
+    section 2 ("latent space bases"). Raises ``GeometryError`` for states that are not finite.
 
     >>> X = torch.randn(20, 3, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     >>> f = fit_aligned_bases(X)
@@ -73,19 +62,12 @@ def fit_aligned_bases(
     for s, state in enumerate(X.unbind(1)):
         finite(state, f"trajectories, state row {s}")
     choice(align, ALIGNMENTS, "align")
-    # state by state: no float64 copy of the whole ensemble exists
-    center = torch.stack([state.double().mean(0) for state in X.unbind(1)])
-    center = center if centered else torch.zeros_like(center)
-    factors = [svd(state.double() - c) for state, c in zip(X.unbind(1), center, strict=True)]
-    # of M_t^T = V_t S_t U_t^T
-    V, S, U = (torch.stack(parts) for parts in zip(*factors, strict=True))
+    # state by state: no float64 copy of the whole ensemble exists; M_t^T = V_t S_t U_t^T
+    factors = [svd(state.double()) for state in X.unbind(1)]
+    U, S = torch.stack([f.V for f in factors]), torch.stack([f.S for f in factors])
     order, sign = align_directions(U, align)
-    S, sign = S.gather(1, order), sign[:, None]
-    U = U.gather(2, order[:, None].expand_as(U)) * sign
-    # a direction in which the states do not vary has no right vector
-    V = V.gather(2, order[:, None].expand_as(V)) * sign * (inverse_values(S) > 0)[:, None]
-    overlap = einsum(V, V, "s n rank, t n rank -> s t rank")
-    return AlignedBases(U=U, S=S, center=center, order=order, sign=sign[:, 0], overlap=overlap)
+    U = U.gather(2, order[:, None].expand_as(U)) * sign[:, None]
+    return AlignedBases(U=U, S=S.gather(1, order))
 
 
 def inverse_values(

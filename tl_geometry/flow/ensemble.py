@@ -111,24 +111,20 @@ class Trajectories(Result):
         X = torch.cat([self.X[:, :-1], self.post_norm[:, None]], dim=1)
         return replace(self, X=X, provenance=self.provenance.flagged(AFTER_NORM))
 
-    def aligned_bases(self, *, align: str = "greedy", centered: bool = False) -> AlignedBases:
-        """Singular directions and values of each state, aligned. Cached: a second call costs
-        nothing."""
-        if (align, centered) not in self._bases:
-            self._bases[align, centered] = fit_aligned_bases(self.X, align=align, centered=centered)
-        return self._bases[align, centered]
-
     @cached_property
-    def _bases(self) -> dict[tuple[str, bool], AlignedBases]:
-        return {}
+    def aligned_bases(self) -> AlignedBases:
+        """Singular directions and values of each state, aligned greedily."""
+        return fit_aligned_bases(self.X)
 
     def residuals(self) -> Table:
         """What rotation and stretch leave of this same ensemble: a row per pair of states with
         :func:`tl_geometry.flow.maps.residual_statistics` and
         :func:`tl_geometry.flow.maps.score_map` (held out: :func:`tl_geometry.flow_report`)."""
-        aligned, rows = self.aligned_bases(), []
+        rows: list[dict[str, Any]] = []
         for i, j in itertools.combinations(range(len(self.states)), 2):
-            found, _ = maps.measured(maps.flow_map(aligned, i, j), self.X[:, i], self.X[:, j])
+            found, _ = maps.measured(
+                maps.flow_map(self.aligned_bases, i, j), self.X[:, i], self.X[:, j]
+            )
             rows.append({"start": self.states[i], "end": self.states[j], **found})
         chance = "In-sample errors: 0 where rotation and stretch explain all."
         return table_of(rows, self.provenance, chance)

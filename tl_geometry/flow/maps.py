@@ -37,31 +37,24 @@ def map_names(value: Sequence[str] | str, options: Sequence[str]) -> tuple[str, 
     return tuple(dict.fromkeys([*names, *ALWAYS]))
 
 
-SIGNS = ("U", "V")
-"""Signs of the directions: ``"U"`` those of the aligned bases (published), ``"V"`` those that
-minimise the residual."""
-
-
 Map = Callable[[Tensor], Tensor]
 """From states ``[*batch d_model]`` to the states that are expected later, in float64."""
 
 
-def low_rank(input: Tensor, left: Tensor, stretch: Tensor, right: Tensor, output: Tensor) -> Map:
-    """``x -> output + ((x - input) @ left * stretch) @ right.T``: row vectors, centres of the two
-    states, and matrices ``[d_model rank]``."""
-    return lambda x: ((x.double() - input) @ left * stretch) @ right.mT + output
+def low_rank(left: Tensor, stretch: Tensor, right: Tensor) -> Map:
+    """``x -> (x @ left * stretch) @ right.T`` for row vectors, with matrices ``[d_model rank]``."""
+    return lambda x: (x.double() @ left * stretch) @ right.mT
 
 
-def flow_map(aligned: AlignedBases, start: int, end: int, *, signs: str = "U") -> Map:
+def flow_map(aligned: AlignedBases, start: int, end: int) -> Map:
     """Rotation and stretch from state row ``start`` to ``end``:
     ``x~ = R(end) diag(s_i(end) / s_i(start)) R(start)^T x``.
 
-    Sarfati et al. 2025, Eq. 1, about the centres of the aligned bases (zero when uncentred). By
-    construction ``X~ X~^T = M M^T`` with M the states at ``end``: the second moments of the
-    ensemble match exactly, except for directions dropped because their singular value is below
-    1e-10 of the largest. The residual energy is ``2 sum s_i(end)^2 (1 - v_i(start).v_i(end))``, so
-    that only signs and order decide the error. ``signs="U"`` keeps the signs of the aligned bases
-    (published); ``"V"`` takes the sign of ``v_i(start).v_i(end)``, which minimises the error.
+    Sarfati et al. 2025, Eq. 1. By construction ``X~ X~^T = M M^T`` with M the states at ``end``:
+    the second moments of the ensemble match exactly, except for directions dropped because their
+    singular value is below 1e-10 of the largest. With v_i the right singular vectors, the residual
+    energy is ``2 sum s_i(end)^2 (1 - v_i(start).v_i(end))``, so that only signs and order decide
+    the error.
 
     >>> from tl_geometry.flow import fit_aligned_bases
     >>> X = torch.randn(20, 2, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -71,10 +64,7 @@ def flow_map(aligned: AlignedBases, start: int, end: int, *, signs: str = "U") -
     """
     start, end = index(start, len(aligned.S), "start"), index(end, len(aligned.S), "end")
     stretch = aligned.S[end] * inverse_values(aligned.S[start])
-    if choice(signs, SIGNS, "signs") == "V":
-        stretch = stretch * torch.where(aligned.overlap[start, end] < 0, -1.0, 1.0)
-    center, U = aligned.center, aligned.U
-    return low_rank(center[start], U[start], stretch, U[end], center[end])
+    return low_rank(aligned.U[start], stretch, aligned.U[end])
 
 
 PENALTIES = torch.logspace(-10, 2, 49, dtype=torch.float64)
@@ -136,7 +126,8 @@ class MapsFrom:
         # what a ridge regression has in place of 1 / s, s / (s^2 + penalty); 0 where s is 0
         shrunk = S / (S.square() + penalty[best])
         shrunk = torch.where(S > 0, shrunk, 0.0)
-        return low_rank(self.x.mean(0), V, shrunk, target.mT, y.mean(0))
+        slope, before, after = low_rank(V, shrunk, target.mT), self.x.mean(0), y.mean(0)
+        return lambda h: slope(h.double() - before) + after
 
     def to(self, after: Float[Tensor, "trajectory d_model"], map_type: str) -> Map:
         """The map of a type to ``after``, states of the same trajectories."""
@@ -148,8 +139,7 @@ class MapsFrom:
             return self.ridge(y)
         if map_type == "linear":
             U, S, V = self.factors
-            zero = torch.zeros_like(x[0])
-            return low_rank(zero, V, inverse_values(S), y.mT @ U, zero)
+            return low_rank(V, inverse_values(S), y.mT @ U)
         if map_type == "scaled":
             energy = float(x.square().sum())
             scale = float((x * y).sum()) / energy if energy > 0 else 0.0

@@ -70,7 +70,7 @@ def flow_report(
     require(n >= 16 and len(states) >= 2, "trajectories", expected=expected, got=got)
     map_types = maps.map_names(map_types, maps.MAPS)
     train, test = ensemble.split(train_share, seed=seed)
-    aligned = train.aligned_bases()
+    aligned = train.aligned_bases
     starts = [maps.MapsFrom(state) for state in train.X.unbind(1)]
     rows = []
     for i, j in itertools.combinations(range(len(states)), 2):
@@ -119,7 +119,7 @@ def compare_ensembles(ensembles: Mapping[str, Trajectories], *, k: int = 10) -> 
             "ensemble": name,
             "trajectories": len(ensemble),
             **{measure: float(values.nanmean()) for measure, values in shape.items()},
-            "entropy_rank": float(entropy_rank(ensemble.aligned_bases().S).mean()),
+            "entropy_rank": float(entropy_rank(ensemble.aligned_bases.S).mean()),
         }
         for measure in ("relative_error", "abs_kurtosis", "mean_over_sd"):
             values: list[Any] = residuals.column(measure)

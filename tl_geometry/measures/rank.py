@@ -3,7 +3,7 @@ Gavish & Romanov 2023, arXiv:2009.12297), for the rank of positional bases in
 :func:`tl_geometry.positional_report` and :func:`tl_geometry.measures.compare_bases`.
 
 1. The k largest singular values are taken as possible signal. Replacing them by values of noise
-   (``strategy``) gives the pseudo-noise spectrum f.
+   gives the pseudo-noise spectrum f.
 2. With phi(y) = mean y / (y^2 - f^2) and D(y) = phi (g phi + (1 - g) / y), g the ratio of the
    smaller to the larger side, Psi(y) = y D'(y) / D(y) increases from -inf to -2 beyond max f. The
    threshold is the root of Psi = -4.
@@ -22,19 +22,14 @@ from tl_geometry.base import checks
 from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import require
 
-STRATEGIES = ("i", "w", "0")
-"""Pseudo-noise for the k largest singular values: impute by extrapolation, winsorise to s_(k+1), or
-zero."""
-
 
 class RankEstimate(NamedTuple):
     """Number of singular values above the ``threshold`` (in units of the singular values), with the
-    upper bound ``k`` and the ``strategy`` used."""
+    upper bound ``k`` used."""
 
     rank: Int[Tensor, "*batch"]
     threshold: Float[Tensor, "*batch"]
     k: int
-    strategy: str
 
 
 def usable_k(k: int, smaller_side: int) -> int:
@@ -47,27 +42,20 @@ def usable_k(k: int, smaller_side: int) -> int:
     return min(k, (smaller_side - 2) // 2)
 
 
-def _pseudo_noise(s: Tensor, k: int, strategy: str) -> Tensor:
-    """Singular values with the k largest replaced by values of noise.
-
-    ``"i"``: ``f_l = s_(k+1) + a_l (s_(k+1) - s_(2k+1))`` with
+def _pseudo_noise(s: Tensor, k: int) -> Tensor:
+    """Singular values with the k largest replaced by values of noise, imputed as
+    ``f_l = s_(k+1) + a_l (s_(k+1) - s_(2k+1))`` with
     ``a_l = (1 - ((l - 1) / k)^(2/3)) / (2^(2/3) - 1)``, l = 1..k: the l-th largest value of a noise
-    spectrum lies below its edge by an amount that grows as l^(2/3). ``"w"``: ``f_l = s_(k+1)``;
-    ``"0"``: zero. Needs k < p, for ``"i"`` 2k + 1 < p, with p singular values.
+    spectrum lies below its edge by an amount that grows as l^(2/3). Needs 2k + 1 < p, with p
+    singular values.
     """
-    checks.choice(strategy, STRATEGIES, "strategy")
     p = s.shape[-1]
-    needed, shown = (2 * k + 1, "2k + 1") if strategy == "i" else (k, "k")
-    expected = f"k >= 1 and {shown} < {p} (the smaller side of the matrix)"
+    expected = f"k >= 1 and 2k + 1 < {p} (the smaller side of the matrix)"
     instead = f"k={max(1, usable_k(k, p))}"
-    require(k >= 1 and needed < p, "k", expected=expected, got=k, instead=instead)
-    edge = s[..., k : k + 1]
-    head = edge.expand(*edge.shape[:-1], k) * (strategy == "w")
-    if strategy == "i":
-        l = torch.arange(k, dtype=s.dtype, device=s.device)
-        a = (1 - (l / k) ** (2 / 3)) / (2 ** (2 / 3) - 1)
-        head = edge + a * (edge - s[..., 2 * k : 2 * k + 1])
-    return torch.cat([head, s[..., k:]], dim=-1)
+    require(k >= 1 and 2 * k + 1 < p, "k", expected=expected, got=k, instead=instead)
+    edge, l = s[..., k : k + 1], torch.arange(k, dtype=s.dtype, device=s.device)
+    a = (1 - (l / k) ** (2 / 3)) / (2 ** (2 / 3) - 1)
+    return torch.cat([edge + a * (edge - s[..., 2 * k : 2 * k + 1]), s[..., k:]], dim=-1)
 
 
 def _psi(y: Tensor, f: Tensor, ratio: float) -> Tensor:
@@ -81,11 +69,7 @@ def _psi(y: Tensor, f: Tensor, ratio: float) -> Tensor:
 
 
 def screenot(
-    singular_values: Float[Tensor, "*batch rank"],
-    shape: tuple[int, int],
-    *,
-    k: int = 20,
-    strategy: str = "i",
+    singular_values: Float[Tensor, "*batch rank"], shape: tuple[int, int], *, k: int = 20
 ) -> RankEstimate:
     """Rank and threshold of matrices of ``shape`` from their singular values (descending), for a
     whole batch at once.
@@ -97,11 +81,10 @@ def screenot(
     The error of a positional basis falls as one over the square root of the number of contexts, so
     rank estimates grow with the corpus: read them beside the learning curve.
 
-    The bound k should stay well below p, the smaller side: with four strong spikes in 80 x 100, all
-    strategies find 4 at k = 8, but at k = 20 only imputation does (in 100 of 100 seeds; winsorising
-    in 63, zeroing in none).
-
-    Song & Zhong 2023 use k=20, ``"i"`` on 511 x d_model. Raises GeometryError when k is too large
+    Of the package's ways to replace the largest values this is imputation, which Song & Zhong 2023
+    use with k=20 on 511 x d_model. The bound k should stay well below p, the smaller side: with
+    four strong spikes in 80 x 100 and k = 20, imputation finds 4 in 100 of 100 seeds, winsorising
+    in 63, zeroing in none. Raises GeometryError when k is too large
     (:func:`usable_k`).
 
     >>> g = torch.Generator().manual_seed(0)
@@ -113,7 +96,7 @@ def screenot(
     most, s = min(shape), singular_values.double()
     expected, got = f"{most} of a matrix of shape {shape}", describe(singular_values)
     require(s.shape[-1] == most, "singular_values", expected=expected, got=got)
-    noise = _pseudo_noise(checks.finite(s, "singular_values"), k, strategy)
+    noise = _pseudo_noise(checks.finite(s, "singular_values"), k)
     edge = noise.amax(-1)
     # a zero matrix in the batch is searched with f = 1, and its threshold set to 0 afterwards
     scale = torch.where(edge > 0, edge, 1.0)
@@ -128,4 +111,4 @@ def screenot(
         below = _psi(middle, scaled, ratio) < -4
         low, high = torch.where(below, middle, low), torch.where(below, high, middle)
     threshold = torch.where(edge > 0, high * scale, 0.0)
-    return RankEstimate((s > threshold[..., None]).sum(-1), threshold, k, strategy)
+    return RankEstimate((s > threshold[..., None]).sum(-1), threshold, k)

@@ -62,10 +62,9 @@ def norm_geometry(
     # a centred constant vector is a few rounding errors (8 allowed), which are no direction
     rounding = torch.finfo(torch.float64).eps * torch.linalg.vector_norm(x.double(), dim=-1)
     degenerate = length <= 8 * rounding
-    centred = torch.where(degenerate.unsqueeze(-1), 0.0, centred)
     length = torch.where(degenerate, 0.0, length)
     scale = (length.square() + size * eps).sqrt()
-    z = size**0.5 * centred / torch.where(scale > 0, scale, 1.0).unsqueeze(-1)
+    z = torch.where(degenerate[..., None], 0.0, size**0.5 * centred / scale[..., None])
     y = z * (1 if gain is None else gain.double()) + (0 if bias is None else bias.double())
     # sqrt(d) - radius with the difference of square roots multiplied out
     deficit = size**0.5 * torch.where(scale > 0, size * eps / (scale * (scale + length)), 1.0)
