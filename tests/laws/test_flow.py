@@ -22,7 +22,7 @@ from tests.lib.models import HAS_HOOKED, bridge_of, hf_model, tiny, tokens
 from tl_geometry import GeometryError, flow
 from tl_geometry.base.results import Provenance
 from tl_geometry.base.tables import Table
-from tl_geometry.flow import bases, ensemble, maps, noise, pilots, separation
+from tl_geometry.flow import ensemble, maps, noise, pilots, separation
 from tl_geometry.models.reader import as_view
 
 pytestmark = pytest.mark.once
@@ -72,14 +72,14 @@ def test_hungarian_has_the_larger_sum_and_aligning_again_changes_nothing(
     _, states, d, seed = size
     U = orthogonal(states, d, seed)
     total = {}
-    for method in bases.ALIGNMENTS:
-        order, sign = bases.align_directions(U, method)
+    for method in maps.ALIGNMENTS:
+        order, sign = maps.align_directions(U, method)
         assert all(sorted(row) == list(range(d)) for row in order.tolist())
         aligned = U.gather(2, order[:, None].expand_as(U)) * sign[:, None]
         cosines = torch.einsum("tdi,tdi->ti", aligned[:-1], aligned[1:])
         assert bool((cosines >= -1e-12).all())
         total[method] = float(cosines[0].sum())
-        again, flips = bases.align_directions(aligned, method)
+        again, flips = maps.align_directions(aligned, method)
         if method == "hungarian":
             assert torch.equal(again, torch.arange(d).repeat(states, 1))
             assert bool((flips == 1).all())
@@ -95,18 +95,18 @@ def test_alignment_recovers_a_planted_permutation_with_its_singular_values() -> 
     assert torch.allclose(found.U[0], found.U[1], atol=1e-9)
     assert torch.allclose(found.S[1], S[torch.tensor(order).argsort()], atol=1e-9)
     # the strongest direction is first, whatever the alignment
-    top = bases.top_directions(found, 1, 1)[:, 0]
+    top = maps.top_directions(found, 1, 1)[:, 0]
     assert abs(float(top @ U[:, order[0]])) == pytest.approx(1)
     # a tie goes to the later column
     tied = torch.stack([torch.eye(2), torch.tensor([[1.0, 1], [1, -1]]) / 2**0.5]).double()
-    assert bases.align_directions(tied)[0][1].tolist() == [1, 0]
+    assert maps.align_directions(tied)[0][1].tolist() == [1, 0]
 
 
 # ---- maps between states
 
 
 @LAWS
-@given(SIZES, st.sampled_from(bases.ALIGNMENTS))
+@given(SIZES, st.sampled_from(maps.ALIGNMENTS))
 def test_the_flow_matches_second_moments_and_drops_directions_without_energy(
     size: tuple[int, ...], align: str
 ) -> None:

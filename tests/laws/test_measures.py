@@ -28,7 +28,7 @@ from tl_geometry.measures.rank import screenot
 from tl_geometry.measures.state_tables import UNBOUNDED
 from tl_geometry.models import from_hf
 from tl_geometry.models.norms import remove_mean
-from tl_geometry.sphere import projection
+from tl_geometry.sphere import paths as formulas
 from tl_geometry.weights import vocabulary
 
 cases = settings(deadline=None, max_examples=15)
@@ -454,12 +454,12 @@ def test_paths_obey_the_triangle_and_updates_pythagoras(seed: int, norm_type: st
     assert bool((p.tortuosity >= 1 - 1e-12).all())
     scaled = points * (1 + torch.arange(6).double())[:, None] + 2.0 * (norm_type == "LN")
     assert torch.allclose(sphere.path_geometry(scaled, norm_type).steps, p.steps)
-    radial, across, turn = projection.update_split(h, u, norm_type)
+    radial, across, turn = formulas.update_split(h, u, norm_type)
     around = remove_mean(u, norm_type).square().sum(-1)
     assert torch.allclose(radial.square() + across.square(), around)
     length = torch.linalg.vector_norm(remove_mean(h, norm_type), dim=-1)
     assert torch.allclose(turn, torch.atan2(across, length + radial))
-    assert float(projection.update_split(h, 0.5 * h, norm_type)[2].max()) < 1e-7
+    assert float(formulas.update_split(h, 0.5 * h, norm_type)[2].max()) < 1e-7
 
 
 def on_sphere(view: Any, x: Tensor) -> np.ndarray:
@@ -480,7 +480,7 @@ def test_paths_of_tokens_by_numpy(architecture: str) -> None:
         before = h[:, :, l].double()
         for u, (state, update) in enumerate(((before, attention), (before + attention, mlp))):
             for name, x in zip(
-                ("radial", "tangential", "turn"), projection.update_split(state, update, view.norm)
+                ("radial", "tangential", "turn"), formulas.update_split(state, update, view.norm)
             ):
                 assert torch.allclose(getattr(p, name)[u, l], x, atol=1e-5)
     sampled = (vocabulary.embeddings(view), basis.sample_states)

@@ -21,8 +21,7 @@ from tl_geometry.base.tables import Table
 from tl_geometry.corpus.sources import as_tokens
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.flow import ensemble as paths
-from tl_geometry.flow.bases import AlignedBases, top_directions
-from tl_geometry.flow.maps import Map, MapsFrom, flow_map, map_names
+from tl_geometry.flow.maps import AlignedBases, Map, MapsFrom, flow_map, map_names, top_directions
 from tl_geometry.flow.pilots import Edit, Pilot, pilots
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView

@@ -24,7 +24,7 @@ from tl_geometry.base.tables import Table
 from tl_geometry.corpus.sources import as_tokens
 from tl_geometry.corpus.token_windows import TokensLike, begins_with_bos
 from tl_geometry.flow import maps
-from tl_geometry.flow.bases import AlignedBases, fit_aligned_bases
+from tl_geometry.flow.maps import AlignedBases, fit_aligned_bases
 from tl_geometry.models.batches import batch_of
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView

@@ -13,7 +13,6 @@ from typing import Any
 from tl_geometry.base.errors import require
 from tl_geometry.base.tables import Table
 from tl_geometry.flow import maps, noise
-from tl_geometry.flow.bases import inverse_values
 from tl_geometry.flow.ensemble import (
     Trajectories,
     bundle,
@@ -88,7 +87,7 @@ def flow_report(
         del row["sphericity_p"]
         rows.append({**row, "train": len(train), "test": len(test)})
     flags = list(too_few(len(train), train.X.shape[-1], "maps"))
-    dropped = (inverse_values(aligned.S[:-1]) == 0).sum(1).tolist()
+    dropped = (maps.inverse_values(aligned.S[:-1]) == 0).sum(1).tolist()
     text = ", ".join(f"{n} from state {state}" for n, state in zip(dropped, states) if n)
     flags += [f"directions of {aligned.rank} dropped: {text}"] if text else []
     far = outliers(ensemble.X)
