@@ -273,18 +273,6 @@ def trajectories(
 # ---- the shape of an ensemble
 
 
-def entropy_rank(S: Float[Tensor, "state rank"]) -> Float[Tensor, " state"]:
-    """Number of directions over which the energy of each state spreads: ``exp(-sum p ln p)`` with
-    ``p = s^2 / sum s^2``.
-
-    >>> entropy_rank(torch.ones(1, 5)).round(decimals=4).tolist()
-    [5.0]
-    """
-    energy = S.double().square()
-    share = energy / energy.sum(-1, keepdim=True)
-    return (-torch.xlogy(share, share).sum(-1)).exp()
-
-
 def bundle(X: Float[Tensor, "trajectory state d_model"], *, k: int = 10) -> dict[str, Tensor]:
     """Straightness, parallelism and neighbour preservation of a bundle of N trajectories, to be
     compared with those of a null ensemble.

@@ -10,17 +10,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from tl_geometry.base.errors import require
 from tl_geometry.base.tables import Table
 from tl_geometry.flow import maps, noise
-from tl_geometry.flow.ensemble import (
-    Trajectories,
-    bundle,
-    entropy_rank,
-    outliers,
-    table_of,
-    too_few,
-)
+from tl_geometry.flow.ensemble import Trajectories, bundle, outliers, table_of, too_few
 
 
 def flow_report(
@@ -114,11 +109,14 @@ def compare_ensembles(ensembles: Mapping[str, Trajectories], *, k: int = 10) -> 
     rows = []
     for name, ensemble in ensembles.items():
         shape, residuals = bundle(ensemble.X, k=k), ensemble.residuals()
+        energy = ensemble.aligned_bases.S.square()
+        share = energy / energy.sum(-1, keepdim=True)
         row: dict[str, Any] = {
             "ensemble": name,
             "trajectories": len(ensemble),
             **{measure: float(values.nanmean()) for measure, values in shape.items()},
-            "entropy_rank": float(entropy_rank(ensemble.aligned_bases.S).mean()),
+            # directions over which the energy of a state spreads, by its entropy
+            "entropy_rank": float((-torch.xlogy(share, share).sum(-1)).exp().mean()),
         }
         for measure in ("relative_error", "abs_kurtosis", "mean_over_sd"):
             values: list[Any] = residuals.column(measure)
