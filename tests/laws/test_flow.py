@@ -320,25 +320,6 @@ def test_halves_share_no_chunk_and_no_document() -> None:
         flow.trajectories(model(), ids[:1].repeat(5, 1), **QUIET).split()
 
 
-def test_bundles_by_brute_force_and_outliers() -> None:
-    X = normal(9, 3, 4, seed=2)
-    found = ensemble.bundle(X, k=3)
-    steps = X.diff(dim=1)
-    unit = steps / steps.norm(dim=-1, keepdim=True)
-    for s in range(2):
-        cosines = unit[:, s] @ unit[:, s].mT
-        off = cosines[~torch.eye(9, dtype=torch.bool)]
-        assert float(found["parallel"][s]) == pytest.approx(float(off.mean()))
-        near = [torch.cdist(X[:, t], X[:, t]).argsort(1)[:, 1:4].tolist() for t in (s, s + 1)]
-        kept = np.mean([len({*a} & {*b}) / 3 for a, b in zip(*near, strict=True)])
-        assert float(found["neighbours"][s]) == pytest.approx(kept)
-    net = (X[:, -1] - X[:, 0]).norm(dim=-1)
-    assert torch.allclose(found["straightness"], net / steps.norm(dim=-1).sum(1))
-    assert float(found["neighbours_chance"]) == 3 / 8
-    X[4, 1] *= 1000
-    assert ensemble.outliers(X) == (4,)
-
-
 # ---- the report
 
 

@@ -17,7 +17,7 @@ from screenot.ScreeNOT import adaptiveHardThresholding
 from torch import Tensor
 
 import tl_geometry as tlg
-from benchmarks.calibration_measures import overlap_null, two_bases
+from benchmarks.calibration_measures import two_bases
 from tests.lib.models import HAS_HOOKED, hf_model, tiny, tiny_hooked, tokens
 from tests.lib.reference import geometry as reference
 from tl_geometry import decompose_activations, measures, sphere
@@ -249,23 +249,6 @@ LABELS = torch.arange(CONTEXTS) % 3
 
 
 @cases
-@given(seeds, st.integers(2, 6), st.integers(2, 6), st.integers(1, 5))
-def test_zero_rows_are_left_out_and_overlap_is_that_of_angles(
-    seed: int, rows: int, contexts: int, d_model: int
-) -> None:
-    pos, ctx = gaussian(seed, 2, rows, d_model), gaussian(seed + 1, 2, contexts, d_model)
-    pos[:, 1], ctx[:, 0] = 0, 0  # zero rows have no direction
-    kept = contextual.incoherence(pos[:, [0, *range(2, rows)]], ctx[:, 1:])
-    for a, b in zip(contextual.incoherence(pos, ctx), kept, strict=True):
-        assert torch.allclose(a, b)
-    pos, ctx = gaussian(seed, rows, 9), gaussian(seed + 1, contexts, 9)
-    r = min(rows, contexts) - 1
-    overlap = reference.subspace_overlap(pos.numpy(), ctx.numpy(), r)
-    assert float(contextual.subspace_overlap(pos, ctx, r)) == pytest.approx(overlap)
-    assert contextual.subspace_overlap(pos, ctx, r + 1).isnan()  # n rows span n - 1, centred
-
-
-@cases
 @given(seeds, st.lists(st.integers(0, 3), min_size=4, max_size=9).filter(lambda z: len(set(z)) > 1))
 def test_similarities_equal_all_pairs_and_labels_may_be_large(seed: int, labels: list[int]) -> None:
     ctx, z = gaussian(seed, len(labels), 4), torch.tensor(labels)
@@ -395,15 +378,6 @@ def test_one_population_is_within_the_floors_and_noise_has_none() -> None:
     found = compare(*noise, rank=2)
     assert math.isnan(numbers(found, "overlap_floor")[0])
     assert any("not reliable in state 0" in flag for flag in found.provenance.flags)
-
-
-def test_overlap_by_coordinates_is_within_its_null_and_by_turned_noise_is_not() -> None:
-    (coordinates,), (turned,) = (
-        overlap_null(32, 30, turned=False),
-        overlap_null(32, 20, turned=True),
-    )
-    assert coordinates.kept
-    assert not turned.kept
 
 
 # ---- the sphere

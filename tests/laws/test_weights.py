@@ -144,19 +144,6 @@ def test_the_null_of_random_subspaces_is_exact(centered: bool) -> None:
                 assert not bool((((2 / 7) ** 2 - shares.mean(0)).abs() < error).any())
 
 
-def test_matrices_without_an_off_diagonal_part_or_at_all() -> None:
-    zero, V = Factors(torch.zeros(1, 8, 2).double(), torch.zeros(1, 8, 2).double()), basis(8, 2)
-    s, fit = bilinear.structure(zero, V, k=2), fit_low_rank_diagonal(zero, V)
-    for value in (s["concentration"], fit.r2_joint, bilinear.haar_null(zero, 2)):
-        assert bool(value.isnan().all())
-    assert int(s["above_threshold"]) == 0
-    only = from_dense(torch.diag(torch.arange(1.0, 9)).double()[None])
-    assert bool(bilinear.structure(only, V, k=2)["concentration"].isnan().all())
-    assert float(fit_low_rank_diagonal(only, V).r2_diagonal) == pytest.approx(1)
-    with pytest.raises(GeometryError, match="k: expected 1 to 2 columns, got 5"):
-        bilinear.structure(random_factors(size=8), V, k=5)
-
-
 # ---- of a model
 
 
