@@ -24,7 +24,7 @@ from tl_geometry import decompose_activations, measures, sphere
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.decomposition import PositionContext, resampling
 from tl_geometry.measures import contextual
-from tl_geometry.measures.rank import screenot
+from tl_geometry.measures.positional import screenot
 from tl_geometry.measures.state_tables import UNBOUNDED
 from tl_geometry.models import from_hf
 from tl_geometry.models.norms import remove_mean

@@ -13,7 +13,7 @@ from tl_geometry.base.errors import require
 from tl_geometry.base.tables import Table
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
 from tl_geometry.decomposition.variance import LOW_RELIABILITY, half_pos, reliability, spans
-from tl_geometry.measures import rank as ranks
+from tl_geometry.measures import positional
 from tl_geometry.measures.state_tables import Values, table_of
 
 WORST = {"overlap": min, "procrustes": min, "difference": max}
@@ -94,8 +94,12 @@ def compare_bases(a: PositionContext, b: PositionContext, *, rank: int | None = 
 def _rank(pos: Float[Tensor, "position d_model"]) -> int:
     """The ScreeNOT rank, at least 1, with the bound of 20 of Song & Zhong 2023 where the basis is
     large enough for it."""
-    k, shape = ranks.usable_k(20, min(pos.shape)), (pos.shape[0], pos.shape[1])
-    return max(1, int(ranks.screenot(torch.linalg.svdvals(pos), shape, k=k).rank)) if k >= 1 else 1
+    k, shape = positional.usable_k(20, min(pos.shape)), (pos.shape[0], pos.shape[1])
+    return (
+        max(1, int(positional.screenot(torch.linalg.svdvals(pos), shape, k=k).rank))
+        if k >= 1
+        else 1
+    )
 
 
 def _agreement(P: Tensor, Q: Tensor, n: int) -> Values:

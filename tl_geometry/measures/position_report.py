@@ -18,7 +18,6 @@ from tl_geometry.decomposition.position_context import PositionContext, require_
 from tl_geometry.decomposition.resampling import noise_weights, subsets, window_means
 from tl_geometry.decomposition.variance import LOW_RELIABILITY, reliability, spans
 from tl_geometry.measures import positional
-from tl_geometry.measures import rank as ranks
 from tl_geometry.measures.state_tables import Nulls, Values, report_table
 
 CACHE = 2**22
@@ -95,7 +94,7 @@ class PositionState:
         rank = threshold = explained = explained_energy = s.new_full(s.shape[:-1], torch.nan)
         if self.k >= 1:
             shape = (self.pos.shape[0], self.pos.shape[1])
-            found = ranks.screenot(s, shape, k=self.k)
+            found = positional.screenot(s, shape, k=self.k)
             rank, threshold = found.rank.double(), found.threshold
             explained, explained_energy = (
                 positional.explained_ratio(s, found.rank, power=power) for power in (1, 2)
@@ -148,7 +147,7 @@ def position_states(
     basis.require_identifiable("positional_report")
     for name, value in {"k": k, "frequencies": frequencies}.items():
         require(value >= 1, name, expected="at least 1", got=value)
-    used = ranks.usable_k(k, min(basis.pos.shape[1:]))
+    used = positional.usable_k(k, min(basis.pos.shape[1:]))
     flags = [f"rank bound k={used} of {k} (short window)"] if used < k else []
     flags += [] if basis.has_second_moments else ["no second moments: no relative norm"]
     rows = range(len(basis.states))

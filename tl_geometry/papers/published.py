@@ -27,7 +27,7 @@ from tl_geometry.base.errors import require
 from tl_geometry.base.linalg import gram_spectrum
 from tl_geometry.base.tables import Table
 from tl_geometry.measures.contextual import cluster_similarity, incoherence
-from tl_geometry.measures.rank import screenot, usable_k
+from tl_geometry.measures.positional import screenot, usable_k
 from tl_geometry.models.as_published import attending_left, with_final_norm
 
 QUIRKS = {

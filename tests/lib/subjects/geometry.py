@@ -13,7 +13,7 @@ from tests.lib.subjects.row import Answers, Subject, given, labels, torch_seeded
 from tests.lib.worlds import QUIET, World
 from tl_geometry import measures, papers, sphere, weights
 from tl_geometry.measures import positional as shapes
-from tl_geometry.measures.rank import usable_k
+from tl_geometry.measures.positional import usable_k
 
 GAUGE = "the directions that processing removes are part of the matrix as it is"
 
