@@ -95,11 +95,9 @@ def _rank(pos: Float[Tensor, "position d_model"]) -> int:
     """The ScreeNOT rank, at least 1, with the bound of 20 of Song & Zhong 2023 where the basis is
     large enough for it."""
     k, shape = positional.usable_k(20, min(pos.shape)), (pos.shape[0], pos.shape[1])
-    return (
-        max(1, int(positional.screenot(torch.linalg.svdvals(pos), shape, k=k).rank))
-        if k >= 1
-        else 1
-    )
+    if k < 1:
+        return 1
+    return max(1, int(positional.screenot(torch.linalg.svdvals(pos), shape, k=k).rank))
 
 
 def _agreement(P: Tensor, Q: Tensor, n: int) -> Values:

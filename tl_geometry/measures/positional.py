@@ -1,6 +1,6 @@
-"""What shape has the curve of positional vectors, how large and how smooth is it, and how many of its
-singular values are signal? The formulas for a positional basis ``P [position d_model]``, batched
-over states, for :func:`tl_geometry.positional_report`, views and papers (Song & Zhong 2023,
+"""What shape has the curve of positional vectors, how large and how smooth is it, and how many of
+its singular values are signal? The formulas for a positional basis ``P [position d_model]``,
+batched over states, for :func:`tl_geometry.positional_report`, views and papers (Song & Zhong 2023,
 sections 2 and 3).
 
 One thin SVD of each P (:func:`tl_geometry.base.linalg.svd`) serves ranks, explained ratio, relative
