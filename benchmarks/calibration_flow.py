@@ -125,7 +125,7 @@ def flow_reports(trajectories: int, states: int, repeats: int) -> list[Outcome]:
         rejected = report.column("gaussian_rejected_raw")
         normal.append(torch.tensor(rejected, dtype=torch.float64))
         train, test = paths.split(seed=seed)
-        moved = flow_map(train.aligned_bases(), 0, 1)(test.X[:, 0].double())
+        moved = flow_map(train.aligned_bases, 0, 1)(test.X[:, 0].double())
         p = isotropy_tests(test.X[:, 1] - moved)["sphericity_p"]
         round_.append(torch.tensor([float(p <= 0.05)]))
     first = flow_of(trajectories, states, torch.Generator().manual_seed(0))

@@ -20,7 +20,7 @@ import tl_geometry as tlg
 from benchmarks.harness import Row, interleave
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.decomposition.resampling import subsets
-from tl_geometry.measures.rank import usable_k
+from tl_geometry.measures.positional import usable_k
 
 SIZES = {"smoke": (2, 16, 24, 32, 1), "cpu": (5, 64, 256, 768, 1), "gpu": (13, 64, 512, 768, 1)}
 """States, contexts, columns, d_model, rounds."""

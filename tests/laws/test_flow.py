@@ -22,7 +22,7 @@ from tests.lib.models import HAS_HOOKED, bridge_of, hf_model, tiny, tokens
 from tl_geometry import GeometryError, flow
 from tl_geometry.base.results import Provenance
 from tl_geometry.base.tables import Table
-from tl_geometry.flow import bases, ensemble, maps, noise, pilots, separation
+from tl_geometry.flow import ensemble, maps, noise, pilots, separation
 from tl_geometry.flow.ensemble import Trajectories
 from tl_geometry.models.reader import as_view
 
@@ -66,27 +66,6 @@ def paths(n: int = 80, seed: int = 1) -> Trajectories:
 
 
 @LAWS
-@given(SIZES, st.sampled_from(bases.ALIGNMENTS), st.booleans())
-def test_bases_reconstruct_second_moments_and_stay_orthonormal(
-    size: tuple[int, ...], align: str, centered: bool
-) -> None:
-    n, states, d, seed = size
-    X = normal(n, states, d, seed=seed)
-    found = flow.fit_aligned_bases(X, align=align, centered=centered)
-    for t in range(states):
-        M = (X[:, t] - found.center[t]).mT
-        assert torch.allclose(found.U[t] * found.S[t] ** 2 @ found.U[t].mT, M @ M.mT, atol=1e-9)
-        eye = torch.eye(found.rank, dtype=torch.float64)
-        assert torch.allclose(found.U[t].mT @ found.U[t], eye, atol=1e-9)
-    assert bool(found.center.any()) == centered
-    # v_i(s) . v_i(t) by the whole right vectors
-    V = [(X[:, t] - found.center[t]) @ found.U[t] / found.S[t] for t in range(states)]
-    if float(found.S.min()) > 1e-6:
-        expected = (V[0] * V[-1]).sum(0)
-        assert torch.allclose(found.overlap[0, -1], expected, atol=1e-8)
-
-
-@LAWS
 @given(SIZES)
 def test_hungarian_has_the_larger_sum_and_aligning_again_changes_nothing(
     size: tuple[int, ...],
@@ -94,14 +73,14 @@ def test_hungarian_has_the_larger_sum_and_aligning_again_changes_nothing(
     _, states, d, seed = size
     U = orthogonal(states, d, seed)
     total = {}
-    for method in bases.ALIGNMENTS:
-        order, sign = bases.align_directions(U, method)
+    for method in maps.ALIGNMENTS:
+        order, sign = maps.align_directions(U, method)
         assert all(sorted(row) == list(range(d)) for row in order.tolist())
         aligned = U.gather(2, order[:, None].expand_as(U)) * sign[:, None]
         cosines = torch.einsum("tdi,tdi->ti", aligned[:-1], aligned[1:])
         assert bool((cosines >= -1e-12).all())
         total[method] = float(cosines[0].sum())
-        again, flips = bases.align_directions(aligned, method)
+        again, flips = maps.align_directions(aligned, method)
         if method == "hungarian":
             assert torch.equal(again, torch.arange(d).repeat(states, 1))
             assert bool((flips == 1).all())
@@ -117,63 +96,35 @@ def test_alignment_recovers_a_planted_permutation_with_its_singular_values() -> 
     assert torch.allclose(found.U[0], found.U[1], atol=1e-9)
     assert torch.allclose(found.S[1], S[torch.tensor(order).argsort()], atol=1e-9)
     # the strongest direction is first, whatever the alignment
-    top = bases.top_directions(found, 1, 1)[:, 0]
+    top = maps.top_directions(found, 1, 1)[:, 0]
     assert abs(float(top @ U[:, order[0]])) == pytest.approx(1)
     # a tie goes to the later column
     tied = torch.stack([torch.eye(2), torch.tensor([[1.0, 1], [1, -1]]) / 2**0.5]).double()
-    assert bases.align_directions(tied)[0][1].tolist() == [1, 0]
+    assert maps.align_directions(tied)[0][1].tolist() == [1, 0]
 
 
 # ---- maps between states
 
 
 @LAWS
-@given(SIZES, st.sampled_from(bases.ALIGNMENTS), st.sampled_from(maps.SIGNS))
-def test_the_flow_matches_second_moments_and_v_signs_minimise_its_residual(
-    size: tuple[int, ...], align: str, signs: str
+@given(SIZES, st.sampled_from(maps.ALIGNMENTS))
+def test_the_flow_matches_second_moments_and_drops_directions_without_energy(
+    size: tuple[int, ...], align: str
 ) -> None:
     n, states, d, seed = size
     X = normal(n, states, d, seed=seed)
-    aligned = flow.fit_aligned_bases(X, align=align)
-    moved = flow.flow_map(aligned, 0, states - 1, signs=signs)(X[:, 0])
-    last = X[:, -1]
+    aligned, last = flow.fit_aligned_bases(X, align=align), X[:, -1]
+    moved = flow.flow_map(aligned, 0, states - 1)(X[:, 0])
     assert torch.allclose(moved.mT @ moved, last.mT @ last, atol=1e-8)
-    residual = float((last - moved).square().sum())
-    s, overlap = aligned.S[-1], aligned.overlap[0, -1]
-    cosines = overlap.abs() if signs == "V" else overlap
-    assert residual == pytest.approx(float((2 * s**2 * (1 - cosines)).sum()), rel=1e-6, abs=1e-8)
-    if signs == "V" and d <= 4:
-        parts = X[:, 0] @ aligned.U[0] * (aligned.S[-1] / aligned.S[0])
-        for flips in itertools.product((1.0, -1.0), repeat=aligned.rank):
-            other = (parts * torch.tensor(flips).double()) @ aligned.U[-1].mT
-            assert residual <= float((last - other).square().sum()) + 1e-8
-
-
-def test_directions_without_energy_are_dropped() -> None:
-    X = normal(20, 2, 4)
-    X[:, 0, 3] = 0
+    if min(n, d) == d:  # right vectors from the left ones
+        V = [X[:, t] @ aligned.U[t] / aligned.S[t] for t in (0, -1)]
+        residual = (2 * aligned.S[-1] ** 2 * (1 - (V[0] * V[1]).sum(0))).sum()
+        found = float((last - moved).square().sum())
+        assert found == pytest.approx(float(residual), rel=1e-6, abs=1e-8)
+    X[:, 0, 0] = 0
     moved = flow.flow_map(flow.fit_aligned_bases(X), 0, 1)(X[:, 0])
     assert bool(torch.isfinite(moved).all())
-    assert torch.linalg.matrix_rank(moved) == 3
-
-
-def test_maps_are_the_least_squares_solutions_of_their_type() -> None:
-    R, x = orthogonal(1, 4, 1)[0], normal(40, 4) * torch.tensor([4.0, 3, 2, 1]).double()
-    U = torch.linalg.svd(x, full_matrices=False).Vh.mT
-    y = x @ U * torch.tensor([1.5, 1.1, 0.9, 0.5]).double() @ (R @ U).mT
-    start = maps.MapsFrom(x)
-    assert torch.allclose(start.to(y, "linear")(x), y, atol=1e-9)
-    noisy = y + 0.3 * normal(40, 4, seed=5) + 2
-    best = np.linalg.lstsq(x.numpy(), noisy.numpy(), rcond=None)[0]
-    assert torch.allclose(start.to(noisy, "linear")(x), x @ torch.from_numpy(best), atol=1e-9)
-    assert torch.allclose(start.to(noisy, "shift")(x), x + (noisy - x).mean(0))
-    assert torch.allclose(start.to(noisy, "mean")(x), noisy.mean(0).expand_as(x))
-    assert torch.equal(start.to(noisy, "identity")(x), x)
-    c = float((x * noisy).sum() / (x * x).sum())
-    assert torch.allclose(start.to(noisy, "scaled")(x), c * x)
-    ridge = start.to(noisy, "ridge")
-    errors = {k: float((noisy - start.to(noisy, k)(x)).norm()) for k in maps.MAPS}
-    assert float((noisy - ridge(x)).norm()) < min(errors[k] for k in ("shift", "mean", "scaled"))
+    assert torch.linalg.matrix_rank(moved) == min(n, d - 1)
 
 
 @LAWS
@@ -187,9 +138,6 @@ def test_residual_statistics_against_scipy(n: int, d: int, seed: int) -> None:
         "mean_over_sd": np.abs(a.mean(0) / np.sqrt(variance)).mean(),
         "log_variance": np.log(variance).mean(),
         "abs_kurtosis": np.abs(kurtosis).mean(),
-        "mean_over_variance": np.abs(a.mean(0) / variance).mean(),
-        "log10_mean_variance": np.log10(variance.mean()),
-        "mean_abs_kurtosis_minus_3": np.abs(kurtosis + 3).mean() - 3,
     }
     assert found == pytest.approx(expected, rel=1e-6)
     nothing = maps.residual_statistics(torch.full((9, 2), 0.1))
@@ -330,34 +278,19 @@ def test_samples_have_the_moments_and_seeds_decide() -> None:
             fitted.simulate(x, wrong)
 
 
-def test_a_fitted_law_is_the_noise_of_a_flow_and_few_chunks_live_in_their_span() -> None:
-    few = paths().pick(torch.arange(20))
-    fitted = flow.LangevinModel.fit(few, noise=flow.fit_noise_law(few.residuals()))
-    assert fitted.times.tolist() == [0, 1, 2, 3, 4]
-    moved = fitted.simulate(few.X[:, 0].double(), [4.0])[0, :, 0]
-    span = few.aligned_bases().U[-1]
-    assert torch.allclose(moved @ span @ span.mT, moved, atol=1e-6)
-
-
 # ---- ensembles
 
 
-@pytest.mark.parametrize(("model_class", "architecture"), CLASSES[:2] + CLASSES[7:8])
-def test_an_ensemble_is_what_one_cache_per_chunk_gives(model_class: str, architecture: str) -> None:
-    tested, ids = tiny(model_class, architecture), tokens(7, 9)
-    found = flow.trajectories(tested, ids, batch_size=3, post_norm=True, **QUIET)
-    assert found.states == (1, 2)
-    for row, path in zip(ids, found.X, strict=True):
-        _, kept = tested.run_with_cache(row[None])
-        names = [f"blocks.{layer}.hook_resid_post" for layer in range(2)]
-        own = torch.stack([kept[name][0, -1] for name in names])
-        assert torch.allclose(path, own, atol=1e-5)
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+def test_the_state_after_the_norm_is_the_last_hidden_state(architecture: str) -> None:
+    ids = tokens(7, 9)
+    found = flow.trajectories(tiny("bridge", architecture), ids, post_norm=True, **QUIET)
     with torch.no_grad():
         hidden = hf_model(architecture)(ids, output_hidden_states=True).hidden_states
     assert torch.allclose(found.after_norm().X[:, -1], hidden[-1][:, -1], atol=1e-4)
     assert not torch.allclose(found.X[:, -1], hidden[-1][:, -1], atol=1e-1)
     with pytest.raises(GeometryError, match="post_norm"):
-        flow.trajectories(tested, ids, **QUIET).after_norm()
+        flow.trajectories(model(), ids, **QUIET).after_norm()
 
 
 def test_an_encoder_is_followed_at_its_first_token() -> None:
@@ -386,25 +319,6 @@ def test_halves_share_no_chunk_and_no_document() -> None:
         assert not set(train.labels.tolist()) & set(test.labels.tolist())
     with pytest.raises(GeometryError, match="chunks that differ"):
         flow.trajectories(model(), ids[:1].repeat(5, 1), **QUIET).split()
-
-
-def test_bundles_by_brute_force_and_outliers() -> None:
-    X = normal(9, 3, 4, seed=2)
-    found = ensemble.bundle(X, k=3)
-    steps = X.diff(dim=1)
-    unit = steps / steps.norm(dim=-1, keepdim=True)
-    for s in range(2):
-        cosines = unit[:, s] @ unit[:, s].mT
-        off = cosines[~torch.eye(9, dtype=torch.bool)]
-        assert float(found["parallel"][s]) == pytest.approx(float(off.mean()))
-        near = [torch.cdist(X[:, t], X[:, t]).argsort(1)[:, 1:4].tolist() for t in (s, s + 1)]
-        kept = np.mean([len({*a} & {*b}) / 3 for a, b in zip(*near, strict=True)])
-        assert float(found["neighbours"][s]) == pytest.approx(kept)
-    net = (X[:, -1] - X[:, 0]).norm(dim=-1)
-    assert torch.allclose(found["straightness"], net / steps.norm(dim=-1).sum(1))
-    assert float(found["neighbours_chance"]) == 3 / 8
-    X[4, 1] *= 1000
-    assert ensemble.outliers(X) == (4,)
 
 
 # ---- the report
@@ -467,34 +381,12 @@ def log_probs(ids: Tensor, hooks: list[Any]) -> Tensor:
         return model().run_with_hooks(ids, fwd_hooks=hooks)[:, -1].double().log_softmax(-1)
 
 
-@pytest.mark.parametrize(("where", "positions"), [("every", "pilot"), ("final", "all")])
-def test_truncation_is_what_editing_the_stream_by_hand_gives(where: str, positions: str) -> None:
-    ids = tokens(4, 9, 7)
-    rows = slice(None) if positions == "all" else slice(-1, None)
-    d = paths().X.shape[-1]
-    curve = flow.truncation_kl(
-        model(), ids, paths(), K=(3, d), where=where, positions=positions, **QUIET
-    )
-
-    def project(state: int) -> Any:
-        U = torch.linalg.svd(paths().X[:, state].double(), full_matrices=False).Vh[:3].mT.float()
-
-        def edit(h: Tensor, hook: Any) -> Tensor:
-            h = h.clone()
-            h[:, rows] = h[:, rows] @ U @ U.mT
-            return h
-
-        return f"blocks.{state - 1}.hook_resid_post", edit
-
-    own = log_probs(ids, [])
-    changed = log_probs(ids, [project(s) for s in (range(1, 5) if where == "every" else [4])])
-    assert curve.column("kl", K=3)[0] == pytest.approx(float(kl(changed, own).mean()), rel=1e-4)
-    reverse = float(kl(own, changed).mean())
-    assert curve.column("kl_reverse", K=3)[0] == pytest.approx(reverse, rel=1e-4)
+def test_the_baseline_is_that_of_consecutive_chunks_and_all_directions_change_nothing() -> None:
+    ids, d = tokens(4, 9, 7), paths().X.shape[-1]
+    curve, own = flow.truncation_kl(model(), ids, paths(), K=(3, d), **QUIET), log_probs(ids, [])
     apart = [float(kl(own[i + 1], own[i])) for i in range(3)]
     assert curve.column("baseline_mean")[0] == pytest.approx(np.mean(apart), rel=1e-5)
     assert curve.column("baseline_median")[0] == pytest.approx(np.median(apart), rel=1e-5)
-    # all directions change nothing
     assert curve.column("kl", K=d)[0] < 1e-9
     assert curve.column("top5", K=d) == [5.0]
     assert flow.directions_needed(curve, 1e-6) == d
@@ -529,7 +421,7 @@ def test_skipping_is_what_replacing_the_state_by_hand_gives() -> None:
     own, X = log_probs(ids, []), paths().X
     for (a, b), kind in itertools.product(PAIRS, KINDS):
         if kind == "flow":
-            layer_map = flow.flow_map(paths().aligned_bases(), a, b)
+            layer_map = flow.flow_map(paths().aligned_bases, a, b)
         else:
             layer_map = maps.MapsFrom(X[:, a]).to(X[:, b], kind)
 

@@ -24,7 +24,7 @@ from tl_geometry.base.tables import Table
 from tl_geometry.corpus.sources import as_tokens
 from tl_geometry.corpus.token_windows import TokensLike, begins_with_bos
 from tl_geometry.flow import maps
-from tl_geometry.flow.bases import AlignedBases, fit_aligned_bases
+from tl_geometry.flow.maps import AlignedBases, fit_aligned_bases
 from tl_geometry.models.batches import batch_of
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
@@ -111,24 +111,20 @@ class Trajectories(Result):
         X = torch.cat([self.X[:, :-1], self.post_norm[:, None]], dim=1)
         return replace(self, X=X, provenance=self.provenance.flagged(AFTER_NORM))
 
-    def aligned_bases(self, *, align: str = "greedy", centered: bool = False) -> AlignedBases:
-        """Singular directions and values of each state, aligned. Cached: a second call costs
-        nothing."""
-        if (align, centered) not in self._bases:
-            self._bases[align, centered] = fit_aligned_bases(self.X, align=align, centered=centered)
-        return self._bases[align, centered]
-
     @cached_property
-    def _bases(self) -> dict[tuple[str, bool], AlignedBases]:
-        return {}
+    def aligned_bases(self) -> AlignedBases:
+        """Singular directions and values of each state, aligned greedily."""
+        return fit_aligned_bases(self.X)
 
     def residuals(self) -> Table:
         """What rotation and stretch leave of this same ensemble: a row per pair of states with
         :func:`tl_geometry.flow.maps.residual_statistics` and
         :func:`tl_geometry.flow.maps.score_map` (held out: :func:`tl_geometry.flow_report`)."""
-        aligned, rows = self.aligned_bases(), []
+        rows: list[dict[str, Any]] = []
         for i, j in itertools.combinations(range(len(self.states)), 2):
-            found, _ = maps.measured(maps.flow_map(aligned, i, j), self.X[:, i], self.X[:, j])
+            found, _ = maps.measured(
+                maps.flow_map(self.aligned_bases, i, j), self.X[:, i], self.X[:, j]
+            )
             rows.append({"start": self.states[i], "end": self.states[j], **found})
         chance = "In-sample errors: 0 where rotation and stretch explain all."
         return table_of(rows, self.provenance, chance)
@@ -275,18 +271,6 @@ def trajectories(
 
 
 # ---- the shape of an ensemble
-
-
-def entropy_rank(S: Float[Tensor, "state rank"]) -> Float[Tensor, " state"]:
-    """Number of directions over which the energy of each state spreads: ``exp(-sum p ln p)`` with
-    ``p = s^2 / sum s^2``.
-
-    >>> entropy_rank(torch.ones(1, 5)).round(decimals=4).tolist()
-    [5.0]
-    """
-    energy = S.double().square()
-    share = energy / energy.sum(-1, keepdim=True)
-    return (-torch.xlogy(share, share).sum(-1)).exp()
 
 
 def bundle(X: Float[Tensor, "trajectory state d_model"], *, k: int = 10) -> dict[str, Tensor]:

@@ -34,15 +34,15 @@ from torch import Tensor
 from tl_geometry.base.checks import describe, finite
 from tl_geometry.base.errors import require
 from tl_geometry.base.results import Provenance, Result
-from tl_geometry.flow.bases import fit_aligned_bases
 from tl_geometry.flow.ensemble import SOURCE, Trajectories
+from tl_geometry.flow.maps import fit_aligned_bases
 from tl_geometry.flow.noise import NoiseLaw
 
 NODES, WEIGHTS = (torch.from_numpy(v) for v in np.polynomial.legendre.leggauss(16))
 """Nodes and weights of the 16-point Gauss-Legendre rule on [-1, 1], exact up to degree 31."""
 FLOOR = 1e-10
 """Smaller singular values are raised to this share of the state's largest, so that their logarithm
-exists. The same share as in :func:`tl_geometry.flow.bases.inverse_values`."""
+exists. The same share as in :func:`tl_geometry.flow.maps.inverse_values`."""
 TINY = torch.finfo(torch.float64).tiny
 """Smallest normal float64: what the values of a state of zeros are raised to."""
 

@@ -136,7 +136,7 @@ def fit_noise_law(report: Table, *, law: str = "asymptotic", of: str = "log_vari
 
 
 def isotropy_tests(
-    residual: Float[Tensor, "trajectory d_model"], *, fdr: float = 0.05
+    residual: Float[Tensor, "trajectory d_model"],
 ) -> dict[str, float]:
     """Tests of the claim that residuals are isotropic, uncorrelated Gaussian noise (Sarfati et al.
     2025, section 4), for N trajectories of d coordinates with covariance C; every number that
@@ -151,8 +151,8 @@ def isotropy_tests(
     - ``sphericity_p``: p-value of John's test in the form that holds for d above N (Ledoit & Wolf
       2002);
     - ``gaussian_rejected``: share of coordinates that fail the Anderson-Darling test of normality,
-      with the false discovery rate held at ``fdr``; ``gaussian_rejected_raw``: the same at p <
-      ``fdr`` without correction (``fdr`` of them fail by chance);
+      with the false discovery rate held at 5%; ``gaussian_rejected_raw``: the same at p < 0.05
+      without correction (5% of them fail by chance);
     - ``degenerate``: constant coordinates (left out).
 
     Raises ``GeometryError`` for fewer than 8 trajectories or 2 coordinates that vary.
@@ -182,8 +182,8 @@ def isotropy_tests(
         "participation": 1 / sphericity,
         "participation_chance": 1 / (1 + (d + 1) / (n - 1)),
         "sphericity_p": float(ndtr(-z)),
-        "gaussian_rejected": float((corrected < fdr).double().mean()),
-        "gaussian_rejected_raw": float((p < fdr).double().mean()),
+        "gaussian_rejected": float((corrected < 0.05).double().mean()),
+        "gaussian_rejected_raw": float((p < 0.05).double().mean()),
         "degenerate": residual.shape[1] - d,
     }
 

@@ -88,25 +88,22 @@ class Pilot:
     row: int = 0
     late: bool = False
 
-    def __call__(
-        self, edits: Mapping[int, Edit], rows: int, at: int | slice = -1
-    ) -> Float[Tensor, "row d_vocab"]:
+    def __call__(self, edits: Mapping[int, Edit], rows: int) -> Float[Tensor, "row d_vocab"]:
         """Log-probabilities (float64) of the token after the pilot: of the model's own run, and of
-        the variants that ``edits`` of its states add to it, ``rows`` in all. With
-        ``at=slice(None)`` edits see every position of a whole chunk."""
+        the variants that ``edits`` of its states add to it, ``rows`` in all."""
         view, alive, started = self.view, 1, 1 if self.late else rows
         tokens = (self.tokens[:, -1:] if self.name else self.tokens).repeat(started, 1)
         cache = _copies(self.cache, self.row, started) if self.name else None
 
         def put(h: Tensor, state: int, edit: Edit) -> Tensor:
             nonlocal alive
-            edited = edit(h[:alive, at])
+            edited = edit(h[:alive, -1])
             alive = len(edited)
             # rows that begin late stand behind the same tokens as the first one
             h = torch.cat([h, h[:1].repeat(max(0, alive - len(h)), 1, 1)])
             if self.late:
                 _repeat(cache, 0, alive, first=state)
-            h[:alive, at] = edited.to(h)
+            h[:alive, -1] = edited.to(h)
             return h
 
         hooks = {view.state_hooks[s]: partial(put, state=s, edit=e) for s, e in edits.items()}

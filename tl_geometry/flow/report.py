@@ -10,18 +10,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from tl_geometry.base.errors import require
 from tl_geometry.base.tables import Table
 from tl_geometry.flow import maps, noise
-from tl_geometry.flow.bases import inverse_values
-from tl_geometry.flow.ensemble import (
-    Trajectories,
-    bundle,
-    entropy_rank,
-    outliers,
-    table_of,
-    too_few,
-)
+from tl_geometry.flow.ensemble import Trajectories, bundle, outliers, table_of, too_few
 
 
 def flow_report(
@@ -70,7 +64,7 @@ def flow_report(
     require(n >= 16 and len(states) >= 2, "trajectories", expected=expected, got=got)
     map_types = maps.map_names(map_types, maps.MAPS)
     train, test = ensemble.split(train_share, seed=seed)
-    aligned = train.aligned_bases()
+    aligned = train.aligned_bases
     starts = [maps.MapsFrom(state) for state in train.X.unbind(1)]
     rows = []
     for i, j in itertools.combinations(range(len(states)), 2):
@@ -88,7 +82,7 @@ def flow_report(
         del row["sphericity_p"]
         rows.append({**row, "train": len(train), "test": len(test)})
     flags = list(too_few(len(train), train.X.shape[-1], "maps"))
-    dropped = (inverse_values(aligned.S[:-1]) == 0).sum(1).tolist()
+    dropped = (maps.inverse_values(aligned.S[:-1]) == 0).sum(1).tolist()
     text = ", ".join(f"{n} from state {state}" for n, state in zip(dropped, states) if n)
     flags += [f"directions of {aligned.rank} dropped: {text}"] if text else []
     far = outliers(ensemble.X)
@@ -115,11 +109,14 @@ def compare_ensembles(ensembles: Mapping[str, Trajectories], *, k: int = 10) -> 
     rows = []
     for name, ensemble in ensembles.items():
         shape, residuals = bundle(ensemble.X, k=k), ensemble.residuals()
+        energy = ensemble.aligned_bases.S.square()
+        share = energy / energy.sum(-1, keepdim=True)
         row: dict[str, Any] = {
             "ensemble": name,
             "trajectories": len(ensemble),
             **{measure: float(values.nanmean()) for measure, values in shape.items()},
-            "entropy_rank": float(entropy_rank(ensemble.aligned_bases().S).mean()),
+            # directions over which the energy of a state spreads, by its entropy
+            "entropy_rank": float((-torch.xlogy(share, share).sum(-1)).exp().mean()),
         }
         for measure in ("relative_error", "abs_kurtosis", "mean_over_sd"):
             values: list[Any] = residuals.column(measure)

@@ -13,7 +13,7 @@ from tl_geometry.base.errors import require
 from tl_geometry.base.tables import Table
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
 from tl_geometry.decomposition.variance import LOW_RELIABILITY, half_pos, reliability, spans
-from tl_geometry.measures import rank as ranks
+from tl_geometry.measures import positional
 from tl_geometry.measures.state_tables import Values, table_of
 
 WORST = {"overlap": min, "procrustes": min, "difference": max}
@@ -68,30 +68,24 @@ def compare_bases(a: PositionContext, b: PositionContext, *, rank: int | None = 
     halves = [half_pos(basis.moments) for basis in (a, b)]
     noisy = [reliability(basis.moments) < LOW_RELIABILITY for basis in (a, b)]
     rows: list[Values] = []
-    unsure: dict[str, list[int]] = {"a": [], "b": []}
     for state in states:
-        indices = [basis.index(state) for basis in (a, b)]
-        P, Q = (basis.pos[i] for basis, i in zip((a, b), indices, strict=True))
-        n = _rank(P) if rank is None else rank
-        limit = min(P.shape)
+        i, j = a.index(state), b.index(state)
+        P, Q = a.pos[i], b.pos[j]
+        n, limit = _rank(P) if rank is None else rank, min(P.shape)
         require(1 <= n <= limit, "rank", expected=f"1 to {limit} directions", got=n)
-        for name, is_noisy, i in zip("ab", noisy, indices, strict=True):
-            unsure[name] += [state] if is_noisy[i] else []
-        pairs = zip(halves, indices, strict=True)
-        within = [_agreement(h[0][i], h[1][i], n) for h, i in pairs if h is not None]
-        known = within and state not in unsure["a"] + unsure["b"]
         row = _agreement(P, Q, n) | {"overlap_random": torch.tensor(n / P.shape[1]).double()}
+        pairs = zip(halves, (i, j), strict=True)
+        within = [_agreement(h[0][k], h[1][k], n) for h, k in pairs if h is not None]
+        known = within and not (noisy[0][i] or noisy[1][j])
         for name, worst in WORST.items():
             floor = worst(x[name] for x in within) if known else P.new_tensor(torch.nan)
             row[f"{name}_floor"] = floor
-        row["mean_cosine"] = torch.cosine_similarity(a.mean[indices[0]], b.mean[indices[1]], dim=0)
+        row["mean_cosine"] = torch.cosine_similarity(a.mean[i], b.mean[j], dim=0)
         rows.append({"state": torch.tensor(state), "rank": torch.tensor(n), **row})
     flags = [f"compared with {b.provenance.line()}"]
-    flags += [
-        f"position is not reliable in state {spans(some)} of {name}: no floors there"
-        for name, some in unsure.items()
-        if some
-    ]
+    for name, basis, is_noisy in zip("ab", (a, b), noisy, strict=True):
+        if some := [state for state in states if is_noisy[basis.index(state)]]:
+            flags.append(f"position is not reliable in state {spans(some)} of {name}: no floors")
     columns = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     chance = "_floor: halves of one basis; overlap_random: random subspaces"
     return table_of(a, columns, flags, chance)
@@ -100,8 +94,10 @@ def compare_bases(a: PositionContext, b: PositionContext, *, rank: int | None = 
 def _rank(pos: Float[Tensor, "position d_model"]) -> int:
     """The ScreeNOT rank, at least 1, with the bound of 20 of Song & Zhong 2023 where the basis is
     large enough for it."""
-    k, shape = ranks.usable_k(20, min(pos.shape)), (pos.shape[0], pos.shape[1])
-    return max(1, int(ranks.screenot(torch.linalg.svdvals(pos), shape, k=k).rank)) if k >= 1 else 1
+    k, shape = positional.usable_k(20, min(pos.shape)), (pos.shape[0], pos.shape[1])
+    if k < 1:
+        return 1
+    return max(1, int(positional.screenot(torch.linalg.svdvals(pos), shape, k=k).rank))
 
 
 def _agreement(P: Tensor, Q: Tensor, n: int) -> Values:

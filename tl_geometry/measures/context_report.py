@@ -24,7 +24,6 @@ from tl_geometry.decomposition.position_context import PositionContext, require_
 from tl_geometry.decomposition.resampling import subsets, window_means
 from tl_geometry.decomposition.variance import reliability
 from tl_geometry.measures import contextual
-from tl_geometry.measures.contextual import Space
 from tl_geometry.measures.position_report import position_states
 from tl_geometry.measures.state_tables import Nulls, Values, report_table, table_of
 
@@ -75,7 +74,7 @@ class ContextState:
             per_set.append(values)
         return {name: torch.stack([v[name] for v in per_set]) for name in per_set[0]}
 
-    def compactness(self, orders: Sequence[Tensor], space: Space) -> Values:
+    def compactness(self, orders: Sequence[Tensor]) -> Values:
         """Compactness of cvec and raw for each of the given labellings of the contexts; NaN without
         second moments."""
         names = ("compactness_cvec", "compactness_raw")
@@ -84,7 +83,7 @@ class ContextState:
         # relative rounding of the stored second moments: smaller eigenvalues count as zero
         accuracy = 1e-12 if self.basis.provenance.dtype == "float64" else 1e-6
         second = self.basis.second_moment(self.basis.states[self.row])
-        measure = partial(contextual.compactness, second, self.pos, self.ctx, space=space)
+        measure = partial(contextual.compactness, second, self.pos, self.ctx)
         found = [torch.stack(measure(labels, accuracy=accuracy)) for labels in orders]
         return dict(zip(names, torch.stack(found, 1), strict=True))
 
@@ -164,7 +163,6 @@ def contextual_report(
     labels: Labels | None = None,
     *,
     rank: int = 10,
-    space: Space = "full",
     jackknife: bool = True,
     nulls: bool = True,
     draws: int = 8,
@@ -186,9 +184,8 @@ def contextual_report(
     - ``intra`` and ``inter``, the mean |cos| within and between documents, self-pairs left out;
       ``intra_signed`` and ``inter_signed``; ``intra_reference`` with self-pairs, as published;
     - ``compactness_cvec`` and ``compactness_raw``, the cluster compactness of the states without
-      and with their positional part (``space`` as in
-      :func:`tl_geometry.measures.contextual.compactness`; NaN and a flag where the within-document
-      covariance is singular or second moments are missing).
+      and with their positional part (NaN and a flag where the within-document covariance is
+      singular or second moments are missing).
 
     Beside a measure stand ``_se``, its delete-one jackknife standard error over ``blocks`` of
     contexts, given from 32 contexts on, and its nulls, each the mean over ``draws`` draws with
@@ -225,11 +222,6 @@ def contextual_report(
     """
     require_basis(basis)
     require(draws >= 1, "draws", expected="at least 1", got=draws)
-    most = basis.mean.shape[1]
-    pca = isinstance(space, tuple) and len(space) == 2 and space[0] == "pca"
-    valid = space == "full" or (pca and checks.whole(space[1]) in range(1, most + 1))
-    expected = f'"full" or ("pca", k) with k from 1 to {most}'
-    require(valid, "space", expected=expected, got=repr(space))
     states, flags = context_states(basis, labels=labels, rank=rank)
     sets, halves, z = subsets(basis, jackknife=jackknife), reliability(basis.moments), states[0].z
     generator = torch.Generator().manual_seed(seed)
@@ -243,15 +235,14 @@ def contextual_report(
         values["split_half"] = halves[row : row + 1]
         null_values = state.nulls(shuffled, draws, seed) if nulls else {}
         if z is not None:
-            compact = state.compactness([z, *shuffled], space)
+            compact = state.compactness([z, *shuffled])
             values |= {name: value[:1] for name, value in compact.items()}
             null_values |= {(n, "shuffled"): v[1:] for n, v in compact.items() if nulls}
             if basis.has_second_moments and bool(compact["compactness_cvec"].isnan().any()):
                 singular.append(basis.states[row])
         per_state.append((values, null_values))
     if singular:
-        remedy = "compactness needs space=('pca', k)"
-        flags.append(f"within-document covariance singular at states {singular}: {remedy}")
+        flags.append(f"within-document covariance singular at states {singular}: no compactness")
     return report_table(basis, sets, per_state, flags, LEAST, draws * nulls, CHANCE)
 
 
@@ -270,7 +261,7 @@ def learning_curve(basis: PositionContext, of: str = "position", **options: Any)
     Args:
         basis: a decomposition.
         of: which measures.
-        options: those of the report that change a measure (``k``, ``strategy`` and ``frequencies``,
+        options: those of the report that change a measure (``k`` and ``frequencies``,
             or ``labels`` and ``rank``).
 
     Returns a row per number of ``contexts`` and ``state``.

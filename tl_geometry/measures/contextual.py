@@ -22,8 +22,6 @@ from tl_geometry.base.linalg import normalize_rows, numerical_rank, principal_an
 BLOCK = 1024
 """Contexts whose cosines with all other rows exist at one time: bounds the memory."""
 
-Space = str | tuple[str, int]
-
 
 class CosineBaseline(NamedTuple):
     """Cosines of independent isotropic directions in d dimensions: mean |cos|, root mean square,
@@ -117,15 +115,13 @@ def subspace_overlap(
 
 class ClusterSimilarity(NamedTuple):
     """Mean |cos| between contexts of one document (``intra``) and of different ones (``inter``),
-    the mean cosines, ``intra`` with self-pairs (``intra_reference``), and the mean |cos| of every
-    pair of documents (the labels that occur, ascending)."""
+    the mean cosines, and ``intra`` with self-pairs (``intra_reference``)."""
 
     intra: Float[Tensor, "*batch"]
     inter: Float[Tensor, "*batch"]
     intra_signed: Float[Tensor, "*batch"]
     inter_signed: Float[Tensor, "*batch"]
     intra_reference: Float[Tensor, "*batch"]
-    table: Float[Tensor, "*batch label label"]
 
 
 def cluster_similarity(
@@ -135,8 +131,7 @@ def cluster_similarity(
     Zhong 2023, Table 1).
 
     Self-pairs are left out. The published number counts them, so that
-    ``intra_reference = ((n - 1) intra + 1) / n`` for clusters of n. A label with fewer than two
-    directions has NaN on the diagonal of ``table``.
+    ``intra_reference = ((n - 1) intra + 1) / n`` for clusters of n.
 
     The 1.00 published for Llama-2 is an artefact: all 64 windows of a document were the same text.
 
@@ -163,8 +158,8 @@ def cluster_similarity(
 
     intra, intra_signed = (mean(x - own, pairs - own, within) for x in sums)
     inter, inter_signed = (mean(x, pairs, 1 - within) for x in sums)
-    reference, table = mean(sums[0], pairs, within), _ratio(sums[0] - own, pairs - own)
-    return ClusterSimilarity(intra, inter, intra_signed, inter_signed, reference, table)
+    reference = mean(sums[0], pairs, within)
+    return ClusterSimilarity(intra, inter, intra_signed, inter_signed, reference)
 
 
 def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
@@ -177,7 +172,6 @@ def compactness(
     ctx: Float[Tensor, "context d_model"],
     labels: Int[Tensor, " context"],
     *,
-    space: Space = "full",
     accuracy: float = 1e-12,
 ) -> tuple[Tensor, Tensor]:
     """Separation of labelled clusters, ``tr(S_B S_W^-1)``: between-cluster over within-cluster
@@ -187,23 +181,20 @@ def compactness(
     With N points x_i (one per context and position), clusters k of n_k points and mean m_k, and m
     the mean of all,
     ``S_W = (1/N) sum_k sum_(i in k) (x_i - m_k)(x_i - m_k)^T`` and
-    ``S_B = (1/N) sum_k n_k (m_k - m)(m_k - m)^T``. The source gives neither normaliser nor space:
-    times (N - K) / (K - 1) it is the ratio per degree of freedom, and ``space=("pca", 2)`` is what
-    its figure plots.
-    The value is at least 0, is 0 only for equal means, and is unchanged by any invertible affine
-    map of the points. Computed as ``|L^-1 M|_F^2`` with S_W = L L^T and S_B = M M^T. NaN where S_W
-    has no inverse: with ``N - K < d_model``, or clusters in a subspace.
+    ``S_B = (1/N) sum_k n_k (m_k - m)(m_k - m)^T``. The source gives neither normaliser nor space
+    (its figure plots two principal components): times (N - K) / (K - 1) this is the ratio per
+    degree of freedom. The value is at least 0, is 0 only for equal means, and is unchanged by any
+    invertible affine map of the points. Computed as ``|L^-1 M|_F^2`` with S_W = L L^T and
+    S_B = M M^T. NaN where S_W has no inverse: with ``N - K < d_model``, or clusters in a subspace.
 
-    ``S_W(raw) = S_W(cvec) + P^T P / T`` with S_B the same, so in the full space
-    **cvec is never less compact than raw**: what the paper observes at three layers is an
-    inequality. In a PCA space each side uses its own components and the inequality need not hold.
+    ``S_W(raw) = S_W(cvec) + P^T P / T`` with S_B the same, so **cvec is never less compact than
+    raw**: what the paper observes at three layers is an inequality.
 
     Args:
         second_moment: the sum of (h - mean)(h - mean)^T over C contexts and T positions.
         pos: the positional basis.
         ctx: mean of h over each context minus the mean over all.
         labels: the cluster of each context.
-        space: ``"full"``, or ``("pca", k)``: the k leading principal components of the points.
         accuracy: relative accuracy of ``second_moment`` (about 1e-6 for float32 products): an
             eigenvalue of the within-cluster correlations below it counts as zero. States after a
             LayerNorm (BERT) have one such eigenvalue.
@@ -220,19 +211,13 @@ def compactness(
     raw = second_moment - factor @ factor.mT
     cvec = raw - len(ctx) * pos.mT @ pos
     freedom = float(len(ctx) * len(pos) - len(counts))
-    found = [_separation(within, factor, freedom, space, accuracy) for within in (cvec, raw)]
+    found = [_separation(within, factor, freedom, accuracy) for within in (cvec, raw)]
     return found[0], found[1]
 
 
-def _separation(
-    within: Tensor, factor: Tensor, freedom: float, space: Space, accuracy: float
-) -> Tensor:
+def _separation(within: Tensor, factor: Tensor, freedom: float, accuracy: float) -> Tensor:
     """``tr(S_B S_W^-1)`` from N S_W ``[d_model d_model]`` and the factor of N S_B ``[d_model
     label]``; ``freedom`` is N - K."""
-    if space != "full":
-        # eigh ascends: the last k are the leading ones of the total covariance, N S_W + N S_B
-        axes = torch.linalg.eigh(within + factor @ factor.mT).eigenvectors[:, -int(space[1]) :]
-        within, factor = axes.mT @ within @ axes, axes.mT @ factor
     variance, size = within.diagonal(), len(within)
     # scaled to unit variances (correlations), so that outlier coordinates do not spoil the
     # conditioning

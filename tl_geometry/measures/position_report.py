@@ -18,7 +18,6 @@ from tl_geometry.decomposition.position_context import PositionContext, require_
 from tl_geometry.decomposition.resampling import noise_weights, subsets, window_means
 from tl_geometry.decomposition.variance import LOW_RELIABILITY, reliability, spans
 from tl_geometry.measures import positional
-from tl_geometry.measures import rank as ranks
 from tl_geometry.measures.state_tables import Nulls, Values, report_table
 
 CACHE = 2**22
@@ -53,11 +52,9 @@ class PositionState:
     ``within`` the variance along it within positions.
     """
 
-    def __init__(
-        self, basis: PositionContext, row: int, *, k: int, strategy: str, frequencies: int
-    ) -> None:
+    def __init__(self, basis: PositionContext, row: int, *, k: int, frequencies: int) -> None:
         self.basis, self.row, self.pos = basis, row, basis.pos[row]
-        self.k, self.strategy, self.frequencies = k, strategy, frequencies
+        self.k, self.frequencies = k, frequencies
         axes = linalg.svd(self.pos).V[:, :2]
         # a basis of one dimension has no second axis: with a zero one its winding number says
         # nothing, because each change of sign is half a turn to one side or the other
@@ -97,7 +94,7 @@ class PositionState:
         rank = threshold = explained = explained_energy = s.new_full(s.shape[:-1], torch.nan)
         if self.k >= 1:
             shape = (self.pos.shape[0], self.pos.shape[1])
-            found = ranks.screenot(s, shape, k=self.k, strategy=self.strategy)
+            found = positional.screenot(s, shape, k=self.k)
             rank, threshold = found.rank.double(), found.threshold
             explained, explained_energy = (
                 positional.explained_ratio(s, found.rank, power=power) for power in (1, 2)
@@ -144,25 +141,23 @@ class PositionState:
 
 
 def position_states(
-    basis: PositionContext, *, k: int = 20, strategy: str = "i", frequencies: int = 10
+    basis: PositionContext, *, k: int = 20, frequencies: int = 10
 ) -> tuple[list[PositionState], list[str]]:
     """What measures each state of a basis, and remarks."""
     basis.require_identifiable("positional_report")
     for name, value in {"k": k, "frequencies": frequencies}.items():
         require(value >= 1, name, expected="at least 1", got=value)
-    used = ranks.usable_k(k, min(basis.pos.shape[1:]))
+    used = positional.usable_k(k, min(basis.pos.shape[1:]))
     flags = [f"rank bound k={used} of {k} (short window)"] if used < k else []
     flags += [] if basis.has_second_moments else ["no second moments: no relative norm"]
     rows = range(len(basis.states))
-    options = {"k": used, "strategy": strategy, "frequencies": frequencies}
-    return [PositionState(basis, row, **options) for row in rows], flags
+    return [PositionState(basis, row, k=used, frequencies=frequencies) for row in rows], flags
 
 
 def positional_report(
     basis: PositionContext,
     *,
     k: int = 20,
-    strategy: str = "i",
     frequencies: int = 10,
     jackknife: bool = True,
     nulls: bool = True,
@@ -174,7 +169,7 @@ def positional_report(
 
     Measures (formulas in :mod:`tl_geometry.measures.positional`):
 
-    - ``rank`` and ``threshold``: ScreeNOT with the bound ``k`` and ``strategy``;
+    - ``rank`` and ``threshold``: ScreeNOT with the bound ``k``;
     - ``stable_rank``; ``explained`` and ``explained_energy``, the share of the singular values, or
       of their squares, in that rank;
     - ``relative_norm`` (centred states) and ``relative_norm_reference`` (raw states, with their
@@ -215,7 +210,7 @@ def positional_report(
     """
     require_basis(basis)
     require(draws >= 1, "draws", expected="at least 1", got=draws)
-    states, flags = position_states(basis, k=k, strategy=strategy, frequencies=frequencies)
+    states, flags = position_states(basis, k=k, frequencies=frequencies)
     halves = reliability(basis.moments)
     pairs = zip(basis.states, halves.tolist(), strict=True)
     unreliable = [state for state, cosine in pairs if cosine < LOW_RELIABILITY]

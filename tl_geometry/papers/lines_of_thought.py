@@ -21,8 +21,8 @@ from tl_geometry import flow
 from tl_geometry.base.errors import require
 from tl_geometry.base.tables import Table
 from tl_geometry.corpus import gibberish, pseudo_sentences
+from tl_geometry.flow.costs import GRID
 from tl_geometry.flow.ensemble import Trajectories
-from tl_geometry.flow.truncation import GRID
 from tl_geometry.papers.published import numbers
 
 LLAMA_OUTLIERS = (66, 223, 277, 330, 435, 538, 669)
@@ -156,7 +156,7 @@ def _truncation(view: Any, paths: Trajectories, K: tuple[int, ...], progress: bo
     """How many directions the output needs; no rows without a trained next-token output."""
     if not (view.head_trained and view.causal) or paths.tokens is None:
         return []
-    grid = tuple(k for k in K if k <= paths.aligned_bases().rank)
+    grid = tuple(k for k in K if k <= paths.aligned_bases.rank)
     curve = flow.truncation_kl(view, paths.tokens, paths, K=grid, progress=progress)
     columns: list[Any] = [curve.column(name) for name in ("kl", "top5")]
     kl, top5 = (dict(zip(grid, column, strict=True)) for column in columns)
@@ -181,7 +181,7 @@ def _separability(paths: Trajectories, seed: int) -> list[Row]:
     note, rows = f"held out, from state {paths.states[start]}", []
     train, test = paths.split(seed=seed)
     for tau in (t for t in (1, 10) if start + t < len(paths.states)):
-        move = flow.flow_map(train.aligned_bases(), start, start + tau)
+        move = flow.flow_map(train.aligned_bases, start, start + tau)
         true, moved = test.X[:, start + tau].double(), move(test.X[:, start].double())
         found = flow.separability(true, moved, paired=True, seed=seed)
         rows.append((f"SVM accuracy, tau = {tau}", found.accuracy, note))

@@ -27,7 +27,7 @@ from tl_geometry.base.errors import require
 from tl_geometry.base.linalg import gram_spectrum
 from tl_geometry.base.tables import Table
 from tl_geometry.measures.contextual import cluster_similarity, incoherence
-from tl_geometry.measures.rank import screenot, usable_k
+from tl_geometry.measures.positional import screenot, usable_k
 from tl_geometry.models.as_published import attending_left, with_final_norm
 
 QUIRKS = {
@@ -270,25 +270,13 @@ def _cells(
         theirs, deviation = summary.get(measure, (nan, nan))
         mean, sd = float(measured[measure].mean()), float(measured[measure].std(correction=0))
         near = _tolerance(measure, theirs, deviation)
-        yield (
-            "table 1",
-            measure,
-            mean,
-            theirs,
-            near,
-            verdict(mean, theirs, near, same, doubts.get(measure, "")),
-        )
+        said = verdict(mean, theirs, near, same, doubts.get(measure, ""))
+        yield "table 1", measure, mean, theirs, near, said
         doubt = doubts.get(f"{measure} sd")
         said = "not judged" if measure in summary else "no published row"
+        said = f"doubtful: {doubt}" if doubt else said
         # the published standard deviation divides by the number of states
-        yield (
-            "table 1",
-            f"{measure} sd",
-            sd,
-            deviation,
-            nan,
-            f"doubtful: {doubt}" if doubt else said,
-        )
+        yield "table 1", f"{measure} sd", sd, deviation, nan, said
     for table, measure in BY_STATE.items():
         # NaN for states of this model beyond those of the published row
         published = [*map(float, printed[table].get(row, [])), *[nan] * len(states)]

@@ -142,11 +142,10 @@ def induction(graph: LogitGraph, head: Head | None = None) -> Page:
 
 def _part(component: str, props: dict[str, Any], limit: float, signed: bool) -> dict[str, Any]:
     """A component of circuitsvis, on one symmetric scale from blue to red."""
-    ends = {"minValue": -limit, "maxValue": limit}
     colours = {"positiveColor": draw.POSITIVE, "negativeColor": draw.NEGATIVE}
-    drawn = {**props, **ends, **colours}
-    kind = {"kind": "circuitsvis", "component": component, "props": drawn}
-    return {**kind, "limit": limit, "signed": signed}
+    drawn = {**props, "minValue": -limit, "maxValue": limit, **colours}
+    part = {"kind": "circuitsvis", "component": component, "props": drawn}
+    return {**part, "limit": limit, "signed": signed}
 
 
 @functools.cache

@@ -4,7 +4,6 @@ does, and of what it costs to skip blocks. The report, the gallery and a noteboo
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import itertools
 import json
@@ -247,6 +246,8 @@ def bundle_3d(ensemble: Trajectories) -> Page:
     found = importlib.util.find_spec("plotly") is not None
     expected, instead = "the extra plotly", 'pip install "tl-geometry[plotly]"'
     require(found, "plotly", expected=expected, got="none installed", instead=instead)
+    from plotly.offline import get_plotlyjs
+
     rows = draw.some(range(len(ensemble)), MOST)
     state = ensemble.states[-1]
     U = linalg.svd(ensemble.X[:, ensemble.row(state)].double()).V[:, :3]
@@ -262,15 +263,8 @@ def bundle_3d(ensemble: Trajectories) -> Page:
         height=660,
         source=ensemble.provenance.line(),
         null="No null is drawn: compare_ensembles sets gibberish beside them.",
-        library=_plotly_script(),
+        library=get_plotlyjs(),
     )
-
-
-@functools.cache
-def _plotly_script() -> str:
-    from plotly.offline import get_plotlyjs
-
-    return get_plotlyjs()
 
 
 def paths_figure(points: Tensor, states: Sequence[int], names: Sequence[str]) -> Any:

@@ -150,13 +150,8 @@ def groups_of(terms: Sequence[Term]) -> dict[str, list[Term]]:
     {}
     """
     names = [_group(f"{a}-{b}") for a, b in terms]
-    if not all(names):
-        return {}
-    found = {
-        group: [term for term, name in zip(terms, names, strict=True) if name == group]
-        for group in (*GROUPS, CONSTANTS)
-    }
-    return {group: members for group, members in found.items() if members}
+    known = [g for g in (*GROUPS, CONSTANTS) if g in names] if all(names) else []
+    return {g: [term for term, n in zip(terms, names, strict=True) if n == g] for g in known}
 
 
 def _group(panel: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.resources import files
 from typing import Any
 
@@ -46,7 +47,7 @@ class Block:
     scripts: Sequence[str] = ()
     findings: Sequence[Finding] = ()
 
-    @property
+    @cached_property
     def columns(self) -> list[tuple[str, bool]]:
         """The columns on the page, and whether they hold numbers; bounds stand in the cell of their
         number."""
@@ -55,7 +56,7 @@ class Block:
         numbers = set(self.table.select_dtypes("number"))
         return [(name, name in numbers) for name in names if name not in bounds]
 
-    @property
+    @cached_property
     def rows(self) -> list[list[str]]:
         """The cells as a reader sees them."""
         records = self.table.head(LONGEST).to_dict("records")

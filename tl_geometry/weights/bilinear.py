@@ -5,8 +5,8 @@ A head's matrix is kept as two factors, ``W = left @ right.mT`` with ``left, rig
 d_head]``; no d_model x d_model product of a head is formed. With V a basis of the stream (top
 singular directions of the positional means) and ``W_o = W - diag(W)``:
 
-1. :func:`structure`: the block V^T W_o V, mean and standard deviation of all entries of W_o rotated
-   into a basis that starts with V, the threshold, the entries above the threshold;
+1. :func:`structure`: the block V^T W_o V, the size of an entry of W_o in any basis that starts with
+   V, the threshold, the entries above the threshold;
 2. :func:`haar_null`: the share of ``|W_o|^2`` that a random subspace is expected to hold;
 3. :func:`tl_geometry.weights.low_rank_diagonal.fit_low_rank_diagonal`: the best L and D in
    ``W = V L V^T + D``, jointly.
@@ -81,29 +81,23 @@ def fold(
     matrix: str,
     *,
     scale: float | None = None,
-    raw: bool = False,
-    center_output: bool | None = None,
+    written: str | None = "LN",
 ) -> Factors:
-    """Factors of ``W_QK = W_Q W_K^T scale`` or ``W_OV = W_V W_O`` of one layer, by default in
-    canonical form: the same however TransformerLens processed the weights at loading.
+    """Factors of ``W_QK = W_Q W_K^T scale`` or ``W_OV = W_V W_O`` of one layer in canonical form:
+    the same however TransformerLens processed the weights at loading.
 
-    Canonical: ``W_Q, W_K, W_V <- A diag(gain) W``, with A the centring over d_model of a LayerNorm
-    (identity for RMSNorm and for no norm), and ``W_O`` centred over its output. ``raw`` leaves the
-    gain and the centring out, as the published figure does. ``scale`` multiplies scores (default
-    ``1 / sqrt(d_head)``). ``center_output`` overrides the centring of ``W_O``: in a model whose
-    LayerNorm comes after attention, the output is centred although the input is not.
+    ``W_Q, W_K, W_V <- A diag(gain) W``, with A the centring over d_model of a LayerNorm (identity
+    for RMSNorm and for no norm), and ``W_O`` centred over its output where ``written``, the model's
+    type of norm, is ``"LN"`` (also where that norm comes after attention). ``scale`` multiplies
+    scores (default ``1 / sqrt(d_head)``).
     """
-    gain = torch.ones_like(norm.gain) if raw else norm.gain
-    norm_type = None if raw else norm.norm_type
 
     def read(weight: Tensor) -> Tensor:
-        product = weight.double() * gain.double()[:, None]
-        return product - product.mean(-2, keepdim=True) if norm_type == "LN" else product
+        product = weight.double() * norm.gain.double()[:, None]
+        return remove_mean(product.mT, norm.norm_type).mT
 
     if matrix == "OV":
-        centred = (norm_type == "LN" if center_output is None else center_output) and not raw
-        written = remove_mean(weights.W_O.double(), "LN" if centred else None)
-        return Factors(read(weights.W_V), written.mT)
+        return Factors(read(weights.W_V), remove_mean(weights.W_O.double(), written).mT)
     size = weights.W_Q.shape[-1] ** -0.5 if scale is None else scale
     return Factors(size * read(weights.W_Q), read(weights.W_K))
 
@@ -125,22 +119,6 @@ def rotated_block(
     return rows @ columns.mT - einsum(left, diag, right, pattern)
 
 
-def complete(
-    basis: Float[Tensor, "*batch d_model rank"], vectors: Float[Tensor, "d_model column"]
-) -> Float[Tensor, "*batch d_model column"]:
-    """``Q @ vectors`` where Q is square and orthogonal, and its first columns are the orthonormal
-    columns of ``basis``.
-
-    The remaining columns come from Householder reflections: an arbitrary but deterministic
-    completion. Q is applied without being formed.
-    """
-    reflectors, tau = torch.geqrf(basis)
-    # R of orthonormal columns is diag(+-1): undo its signs, so that Q starts with ``basis`` itself
-    sign = torch.where(reflectors.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(basis.dtype)
-    sign = torch.nn.functional.pad(sign, (0, basis.shape[-2] - sign.shape[-1]), value=1.0)
-    return torch.ormqr(reflectors, tau, sign.unsqueeze(-1) * vectors.to(basis))
-
-
 def structure(
     factors: Factors,
     left: Float[Tensor, "... d_model row"],
@@ -149,14 +127,14 @@ def structure(
     k: int = 20,
 ) -> dict[str, Tensor]:
     """The diagonal of W and the rotated off-diagonal matrix ``Q^T W_o Q``, where Q is the basis
-    completed to a square matrix (:func:`complete`), for all heads at once (Song & Zhong 2023, Fig.
-    5).
+    completed to a square matrix, for all heads at once (Song & Zhong 2023, Fig. 5).
 
     ``left`` and ``right`` (by default the same) hold orthonormal columns, strongest direction
     first. The first ``k`` span the subspace; all of them are shown in ``block = V^T W_o V``, with
-    the extremes ``highest`` and ``lowest``. ``mean`` and ``std`` are those of all d^2 rotated
-    entries (population), ``threshold = sqrt(2 ln d^2) std`` is about the largest of d^2 Gaussian
-    entries; ``above_threshold`` counts entries of the first k x k whose absolute value exceeds it.
+    the extremes ``highest`` and ``lowest``. ``std`` is the root mean square of all d^2 rotated
+    entries, the same for every completion of the basis; ``threshold = sqrt(2 ln d^2) std`` is about
+    the largest of d^2 Gaussian entries; ``above_threshold`` counts entries of the first k x k whose
+    absolute value exceeds it.
     ``concentration`` is ``|V_k^T W_o V_k|^2 / |W_o|^2``, NaN where W_o is zero.
 
     Returns these by name, each ``[head]``, and ``block [head row column]``.
@@ -170,22 +148,13 @@ def structure(
     right, size = left if right is None else right, left.shape[-2]
     most = min(left.shape[-1], right.shape[-1])
     require(1 <= k <= most, "k", expected=f"1 to {most} columns", got=k)
-    energy = factors.off_diagonal_energy
-    ones = torch.ones(size, 1, dtype=left.dtype, device=left.device)
-    # with the sum of all columns of Q as one more column, the last entry of the product is the sum
-    # of all d^2 rotated entries, and Q is never formed
-    wide_left = torch.cat([left, complete(left, ones)], dim=-1)
-    wide_right = wide_left if right is left else torch.cat([right, complete(right, ones)], dim=-1)
-    rotated = rotated_block(factors, wide_left, wide_right)
-    block, mean = rotated[..., :-1, :-1], rotated[..., -1, -1] / size**2
-    # a rotation keeps the sum of squares, so that of W_o itself serves
-    std = (energy / size**2 - mean.square()).clamp(min=0).sqrt()
+    energy, block = factors.off_diagonal_energy, rotated_block(factors, left, right)
+    std = energy.sqrt() / size  # a rotation keeps the sum of squares
     threshold = math.sqrt(2 * math.log(size**2)) * std
     inside = block[..., :k, :k]
     above = inside.abs() > rearrange(threshold, "... head -> ... head 1 1")
     return {
         "block": block,
-        "mean": mean,
         "std": std,
         "threshold": threshold,
         "highest": block.amax((-2, -1)),

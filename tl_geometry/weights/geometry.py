@@ -36,6 +36,7 @@ from tl_geometry.decomposition.position_context import PositionContext, require_
 from tl_geometry.decomposition.resampling import noise_weights, window_means
 from tl_geometry.decomposition.variance import reliability
 from tl_geometry.models.model_like import ModelLike
+from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reader import as_view
 from tl_geometry.weights import bilinear
 from tl_geometry.weights.bilinear import Factors
@@ -49,7 +50,7 @@ RANK, SHOWN = 20, 60
 """Largest dimension of the subspace, and directions of the block: those of Song & Zhong 2023."""
 MATRICES = ("diagonal", "block", "L", "delta")
 NUMBERS = (
-    *("k", "rank", "mean", "std", "threshold", "highest", "lowest", "above_threshold"),
+    *("k", "rank", "std", "threshold", "highest", "lowest", "above_threshold"),
     *("concentration", "null", "lift", "excess", "noise_null", "noise_high", "p", "reliability"),
     *("r2_low_rank", "r2_diagonal", "r2_joint", "null_r2", "symmetric", "singular"),
 )
@@ -68,7 +69,7 @@ class WeightGeometry(Table):
     ``W = V L V^T + diag(delta)`` (zero padding in layers of lower rank).
 
     Columns: ``k``, the dimension of the subspace, and ``rank``, the numerical rank of the
-    positional vectors at the head's layer; ``mean`` to ``concentration`` of
+    positional vectors at the head's layer; ``std`` to ``concentration`` of
     :func:`tl_geometry.weights.bilinear.structure`. ``null`` is the exact expectation of
     ``concentration`` for a uniformly random subspace and ``lift`` the ratio of the two.
     ``noise_null`` and ``noise_high`` are its mean and maximum over subspaces estimated in the same
@@ -104,8 +105,6 @@ def weight_geometry(
     *,
     layers: Iterable[int] | int | None = None,
     rank: int | None = None,
-    raw: bool = False,
-    offsets: tuple[int, ...] = (0,),
     shown: int = SHOWN,
     draws: int = DRAWS,
     seed: int = 0,
@@ -124,13 +123,11 @@ def weight_geometry(
         layers: which layers, by default all.
         rank: dimension of the subspace, by default the smaller of 20 and the numerical rank of the
             positional vectors.
-        raw: take the weights without gain and centring, and the positional vectors uncentred, as
-            the published figure does, which mixes coordinates before and after the norm. These
-            numbers depend on how the model was loaded; those of the default do not.
-        offsets: for rotary models, the query-key offsets that W_QK is averaged over (``(0,)``, or
-            ``range(1, 17)``).
         shown: number of directions in ``block`` (60 as in the published figure).
         draws: draws of each null, with ``seed`` (0 leaves them out).
+
+    Weights and positional vectors are canonical, the same however the model was loaded; the
+    published figure takes raw ones. W_QK of a rotary model is that of equal positions.
 
     Raises ``GeometryError`` for a basis of another model or without the states needed.
 
@@ -157,16 +154,15 @@ def weight_geometry(
     most = RANK if rank is None else rank
     width = min(max(shown, most), view.d_model)
     most = min(most, width)
-    centered = not raw and view.attention_norm(chosen[0]).norm_type == "LN"
+    centered = view.attention_norm(chosen[0]).norm_type == "LN"
     few = basis.contexts < FEWEST or int((basis.group_counts > 0).sum()) < FEWEST_GROUPS
     signs = noise_weights(basis, 0 if few else draws, seed)
     # two states are held: the state that a layer writes to is the one that the next reads
-    subspace = lru_cache(2)(partial(_subspace, basis, signs, (width, most), centered, seed))
+    subspace = lru_cache(2)(partial(_subspace, view, basis, signs, (width, most), centered, seed))
     trust = dict(zip(basis.states, reliability(basis.moments).tolist(), strict=True))
     by_layer: list[dict[str, Tensor]] = []
-    for layer, factors in factors_of(view, chosen, matrix, raw=raw, offsets=tuple(offsets)):
-        left = _on(subspace(layer), factors)
-        right = _on(subspace(layer + 1), factors) if step else None
+    for layer, factors in factors_of(view, chosen, matrix):
+        left, right = subspace(layer), subspace(layer + 1) if step else None
         numbers = _of_layer(factors, left, right, most, centered)
         lowest = min(trust[layer], trust[layer + step])
         numbers["reliability"] = torch.full_like(numbers["null"], lowest)
@@ -174,13 +170,12 @@ def weight_geometry(
     columns = {name: torch.cat([n[name] for n in by_layer]).cpu() for name in by_layer[0]}
     columns |= _beside_nulls(columns)
     heads = tuple((l, h) for l in chosen for h in range(view.n_heads))
-    flags = ["published coordinates: raw weights"] if raw else []
-    flags += [NO_NULL] if draws and few else []
+    flags = [NO_NULL] if draws and few else []
     flags += ["singular: some diagonal cells not determined"] if columns["singular"].any() else []
     numbers = zip(*(columns[name].tolist() for name in NUMBERS), strict=True)
     of_basis = ("corpus", "token_hash", "has_bos", "window", "contexts")
     about: dict[str, Any] = {name: getattr(basis.provenance, name) for name in of_basis}
-    about |= {"preset": "paper" if raw else "exact", "flags": (*flags, *basis.flags())}
+    about["flags"] = (*flags, *basis.flags())
     return WeightGeometry(
         provenance=view.provenance(sources=("song2023",), **about),
         names=("layer", "head", *NUMBERS),
@@ -236,11 +231,8 @@ class Subspace(NamedTuple):
     random: Float[Tensor, "sample d_model column"]
 
 
-def _on(subspace: Subspace, factors: Factors) -> Subspace:
-    return Subspace(subspace.rank, *(x.to(factors.left) for x in subspace[1:]))
-
-
 def _subspace(
+    view: ModelView,
     basis: PositionContext,
     signs: Tensor,
     sizes: tuple[int, int],
@@ -269,7 +261,8 @@ def _subspace(
     if centered:  # positional directions lie in the hyperplane of the norm too
         noise = noise - noise.mean(2, keepdim=True)
         normal = normal - normal.mean(1, keepdim=True)
-    return Subspace(rank, directions, _leading(noise, k), torch.linalg.qr(normal).Q)
+    found = (directions, _leading(noise, k), torch.linalg.qr(normal).Q)
+    return Subspace(rank, *(x.to(view.device) for x in found))
 
 
 def _leading(rows: Float[Tensor, "sample row d_model"], k: int) -> Tensor:

@@ -180,8 +180,7 @@ def bias_readout(
     read_layers = sorted({l for l, _ in pairs})
     _require_plain_heads(view, read_layers, "bias_readout")
     rows = embeddings(view)
-    head = view.output_head() if view.head_trained else None
-    writes = output_rows(view, raw=True) if head is None else head.directions().float()
+    writes = output_rows(view)
     # the mean row shifts the logits of all tokens alike, to which softmax is invariant
     writes = writes - writes.mean(0)
     cells: list[tuple[Any, ...]] = []

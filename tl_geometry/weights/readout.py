@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from einops import rearrange
@@ -116,11 +116,7 @@ class TokenReadout(Table):
     def coverage(self) -> Float[Tensor, "head rank"]:
         """Coverage curves ``cumsum(s) / sum(s)`` of the singular values, not squared (NaN where all
         are zero). Equal singular values, as by chance, would give a straight line."""
-        return _coverage(self.values)
-
-
-def _coverage(values: Float[Tensor, "head rank"]) -> Float[Tensor, "head rank"]:
-    return values.cumsum(-1) / values.sum(-1, keepdim=True)
+        return self.values.cumsum(-1) / self.values.sum(-1, keepdim=True)
 
 
 def _degenerate(values: Float[Tensor, "head rank"]) -> Bool[Tensor, "head rank"]:
@@ -140,17 +136,14 @@ def token_readout(
     heads: Iterable[checks.Head] | checks.Head | None = None,
     features: int = 5,
     k: int = 5,
-    raw: bool = False,
-    offsets: tuple[int, ...] = (0,),
 ) -> TokenReadout:
     """What heads read and write, in tokens: singular directions of W_QK or W_OV against the
     vocabulary (Molina 2023, section 4).
 
     Both sides of W_QK and the left side of W_OV are scored against the token embeddings after the
-    block's norm, the right side of W_OV against the unembedding. Weights and rows are canonical by
-    default (gains folded into the weights, so that the way of loading the model does not change the
-    result); ``raw`` takes raw weights, the output of the norm with its gain and bias, and the plain
-    rows of the unembedding, as published.
+    block's norm, the right side of W_OV against the unembedding. Weights and rows are canonical
+    (gains folded into the weights), so that the way of loading the model does not change the
+    result; the published code takes raw ones. W_QK of a rotary model is that of equal positions.
 
     Args:
         matrix: ``"QK"`` or ``"OV"``.
@@ -158,9 +151,8 @@ def token_readout(
         heads: which heads (``(layer, head)`` or ``"L5H1"``), by default all of the layers.
         features: singular directions per head.
         k: tokens at each end of a direction.
-        offsets: for rotary models, the offsets that W_QK is averaged over.
 
-    Raises ``GeometryError`` for heads, layers or offsets that the model does not have, and for more
+    Raises ``GeometryError`` for heads or layers that the model does not have, and for more
     ``features`` or tokens than there are.
 
     >>> import tl_geometry as tlg
@@ -172,19 +164,18 @@ def token_readout(
     checks.choice(matrix, MATRICES, "matrix")
     pairs = tuple(sorted(checks.heads(heads, view.n_layers, view.n_heads, layers)))
     rows = vocabulary.embeddings(view)
-    writes = vocabulary.output_rows(view, raw=raw) if matrix == "OV" else None
+    writes = vocabulary.output_rows(view) if matrix == "OV" else None
     norm_of_reads, reads, values = None, rows, []
     sides: list[list[Extremes]] = []
     read_layers = sorted({layer for layer, _ in pairs})
-    options: dict[str, Any] = {"raw": raw, "offsets": tuple(offsets)}
-    for layer, factors in vocabulary.factors_of(view, read_layers, matrix, **options):
+    for layer, factors in vocabulary.factors_of(view, read_layers, matrix):
         chosen = [h for l, h in pairs if l == layer]
         svd = linalg.product_svd(factors.left[chosen], factors.right[chosen])
         norm = view.attention_norm(layer)
         # without gain and bias most layers have the same norm: its rows are reused
-        if raw or norm_of_reads != (norm.norm_type, norm.eps):
+        if norm_of_reads != (norm.norm_type, norm.eps):
             norm_of_reads = (norm.norm_type, norm.eps)
-            reads = vocabulary.normalized_rows(rows, norm, affine=raw)
+            reads = vocabulary.normalized_rows(rows, norm, affine=False)
         sides.append(_read(svd, reads, reads if writes is None else writes, features, k))
         values.append(svd.S)
     left, right = (
@@ -193,7 +184,8 @@ def token_readout(
     )
     spectrum = torch.cat(values).cpu()
     words = [vocabulary.said(view, side.ids[:, end]) for side in (left, right) for end in (0, 1)]
-    curves = (spectrum, _coverage(spectrum), _degenerate(spectrum))
+    coverage = spectrum.cumsum(-1) / spectrum.sum(-1, keepdim=True)
+    curves = (spectrum, coverage, _degenerate(spectrum))
     numbers = [curve[:, :features].flatten().tolist() for curve in curves]
     places = ((*head, feature) for head in pairs for feature in range(features))
     cells = zip(places, *numbers, *words, strict=True)
@@ -201,9 +193,8 @@ def token_readout(
     tokens = (f"{name}{end}" for name in names for end in ("", "_opposite"))
     untrained = matrix == "OV" and not view.head_trained
     flags = ("output head not trained: writes are read in the embedding",) if untrained else ()
-    preset = "paper" if raw else "exact"
     return TokenReadout(
-        provenance=view.provenance(sources=("molina2023",), preset=preset, flags=flags),
+        provenance=view.provenance(sources=("molina2023",), flags=flags),
         names=("layer", "head", "feature", "value", "coverage", "degenerate", *tokens),
         cells=tuple((*place, *row) for place, *row in cells),
         chance="any matrix has singular vectors, and every vector has a nearest token",

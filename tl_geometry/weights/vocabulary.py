@@ -12,7 +12,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tl_geometry.base import html
-from tl_geometry.base.errors import require
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import NormWeights, remove_mean
@@ -25,8 +24,7 @@ bounds the memory of one pass."""
 VOCABULARY_CHUNK = 8192
 """Tokens read at a time: bounds the memory of float64 rows and of scores."""
 PROBE = 16
-"""Positions, at least, of the forward pass from which a layer's maps are taken; larger offsets take
-more."""
+"""Positions of the forward pass from which a layer's maps are taken."""
 
 
 def said(view: ModelView, ids: Int[Tensor, "row k"]) -> list[str]:
@@ -72,78 +70,57 @@ def normalized_rows(
     return torch.cat([normalize(p.double()).float() for p in rows.split(VOCABULARY_CHUNK)])
 
 
-def output_rows(view: ModelView, *, raw: bool = False) -> Float[Tensor, "d_vocab d_model"]:
+def output_rows(view: ModelView) -> Float[Tensor, "d_vocab d_model"]:
     """One row per token. Its dot product with a written direction is that token's logit, up to the
     final norm's scale.
 
-    Canonical: the unembedding with the final norm's gain folded in, centred over d_model
-    (LayerNorm) and over the vocabulary (a shift of all logits, to which softmax is invariant): the
-    same however the model was loaded. ``raw``: the plain rows of the unembedding. Where the output
-    head is not trained, the embedding takes its place.
+    This is the unembedding with the final norm's gain folded in, centred over d_model (LayerNorm)
+    and over the vocabulary (a shift of all logits, to which softmax is invariant): the same however
+    the model was loaded. Where the output head is not trained, the embedding takes its place.
     """
     if not view.head_trained:
         return embeddings(view)
-    plain = rearrange(view.unembed().float(), "d_model d_vocab -> d_vocab d_model")
-    if raw:
-        return plain
     head = view.output_head()
-    rows = plain if head is None else head.directions().float()
+    rows = view.unembed().mT.float() if head is None else head.directions().float()
     return rows - reduce(rows, "d_vocab d_model -> 1 d_model", "mean")
 
 
-def _mapped(seen: LayerView, rows: Float[Tensor, "row d_model"], offsets: Sequence[int]) -> Factors:
+def _mapped(seen: LayerView, rows: Float[Tensor, "row d_model"]) -> Factors:
     """Queries (times the attention scale) and keys ``[head row d_head]`` that a layer makes of rows
-    of the stream: queries averaged over the positions ``offsets``, keys at position 0."""
+    of the stream at position 0."""
     parts = rearrange(rows.to(seen.h), "row d_model -> row 1 1 d_model")
     parts = parts.expand(-1, 1, seen.h.shape[1], -1)
-    q = seen.q_map(parts)[:, 0, list(offsets)].double().mean(1) * seen.scale
-    k = seen.k_map(parts)[:, 0, 0].double()
-    return Factors(*(rearrange(x, "row head e -> head row e").contiguous() for x in (q, k)))
+    q, k = (of(parts)[:, 0, 0].double() for of in (seen.q_map, seen.k_map))
+    pairs = (rearrange(x, "row head e -> head row e").contiguous() for x in (q * seen.scale, k))
+    return Factors(*pairs)
 
 
 def factors_of(
-    view: ModelView,
-    layers: Sequence[int],
-    matrix: str,
-    *,
-    raw: bool = False,
-    offsets: tuple[int, ...] = (0,),
+    view: ModelView, layers: Sequence[int], matrix: str
 ) -> Iterable[tuple[int, Factors]]:
     """Yields (layer, factors of all its heads) for W_QK or W_OV, one layer at a time; W_QK includes
     the model's own attention scale.
 
-    Canonical weights are those that the model applies to the normalised stream, checked on random
-    vectors against the verified view of the layer. With rotary positions the left factor is
-    averaged over the rotations of all ``offsets`` (query minus key position); QK-norm enters
-    through its gain, without its frozen scale. ``raw`` is that of
-    :func:`tl_geometry.weights.bilinear.fold`.
+    Weights are those that the model applies to the normalised stream, checked on random vectors
+    against the verified view of the layer; in a rotary model those of equal positions. QK-norm
+    enters through its gain, without its frozen scale.
     """
-    takes_offsets = view.position == "rotary" and matrix == "QK" and not raw
-    valid = offsets == (0,) or (takes_offsets and len(offsets) > 0 and min(offsets) >= 0)
-    expected = "offsets of at least 0, for W_QK of a rotary model; (0,) otherwise or with raw=True"
-    got = f"{offsets} for W_{matrix} with {view.position} positions"
-    require(valid, "offsets", expected=expected, got=got)
     seen: dict[int, LayerView] = {}
-    if matrix == "QK" and not raw:
+    if matrix == "QK":
         # one pass over arbitrary tokens, as maps and scale do not depend on the text, in which
-        # every layer's scores are verified; the largest offset needs a query so far behind the key
-        positions = min(max(*offsets, PROBE - 1) + 1, view.n_ctx)
-        tokens = (7 * torch.arange(1, positions + 1))[None] % view.d_vocab
+        # every layer's scores are verified
+        tokens = (7 * torch.arange(1, min(PROBE, view.n_ctx) + 1))[None] % view.d_vocab
         view.run_layers(tokens, layers, lambda of_layer: seen.update({of_layer.layer: of_layer}))
     probe = torch.randn(3, view.d_model, generator=torch.Generator().manual_seed(0)).double()
     for layer in layers:
         w, norm, of_layer = view.weights(layer), view.attention_norm(layer), seen.get(layer)
-        scale, centred = None if of_layer is None else of_layer.scale, view.norm == "LN"
-        plain = bilinear.fold(w, norm, matrix, scale=scale, raw=raw, center_output=centred)
-        if of_layer is None or _alike(_mapped(of_layer, probe, offsets), plain, probe):
-            yield layer, plain
-            continue
-        eye = torch.eye(view.d_model)
-        parts = [_mapped(of_layer, unit_vectors, offsets) for unit_vectors in eye.split(ROWS)]
-        left, right = (
-            torch.cat(x, 1) for x in zip(*((f.left, f.right) for f in parts), strict=True)
-        )
-        yield layer, Factors(left, right)
+        scale = None if of_layer is None else of_layer.scale
+        factors = bilinear.fold(w, norm, matrix, scale=scale, written=view.norm)
+        if of_layer is not None and not _alike(_mapped(of_layer, probe), factors, probe):
+            parts = [_mapped(of_layer, rows) for rows in torch.eye(view.d_model).split(ROWS)]
+            left, right = (torch.cat([getattr(f, x) for f in parts], 1) for x in ("left", "right"))
+            factors = Factors(left, right)
+        yield layer, factors
 
 
 def _alike(mapped: Factors, plain: Factors, probe: Tensor) -> bool:

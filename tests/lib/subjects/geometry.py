@@ -9,19 +9,13 @@ import torch
 import tl_geometry as tlg
 from tests.lib.subjects import reference_scores as reference
 from tests.lib.subjects.decomposition import BLOCKS, NO_ORDER, STATES
-from tests.lib.subjects.row import Answers, Subject, given, labels, rotary, torch_seeded
+from tests.lib.subjects.row import Answers, Subject, given, labels, torch_seeded
 from tests.lib.worlds import QUIET, World
 from tl_geometry import measures, papers, sphere, weights
-from tl_geometry.measures import contextual as clusters
 from tl_geometry.measures import positional as shapes
-from tl_geometry.measures.rank import usable_k
+from tl_geometry.measures.positional import usable_k
 
 GAUGE = "the directions that processing removes are part of the matrix as it is"
-
-
-def absolute(world: World) -> bool:
-    """Worlds without rotation: W_QK is one matrix for all offsets."""
-    return not world.rotary
 
 
 # ---- weights
@@ -41,7 +35,7 @@ def geometry(g: Any) -> Answers:
         "rank": column(g, "k", "rank")[:, first],
         "diagonal in directions of pos": g.diagonal,
         "entries in directions of pos": g.block,
-        "mean and sd of entries": column(g, "mean", "std"),
+        "size of entries": column(g, "std"),
         "threshold": column(g, "threshold"),
         "highest and lowest entry": column(g, "highest", "lowest"),
         "entries above threshold": column(g, "above_threshold"),
@@ -135,7 +129,7 @@ WEIGHTS = (
         covers=("weight_geometry",),
         call=lambda w, **o: tlg.weight_geometry(w.model, w.basis, **given(o, draws=9, layers=[1])),
         answers=geometry,
-        variants={"QK": {}, "OV": {"matrix": "OV"}, "of rank 3": {"rank": 3}, "raw": {"raw": True}},
+        variants={"QK": {}, "OV": {"matrix": "OV"}, "of rank 3": {"rank": 3}},
         gauge={"*": STATES},
         seeds=("concentration by chance", "excess and lift", "p of *"),
         drawn=("concentration by chance", "excess and lift", "p of *"),
@@ -152,8 +146,7 @@ WEIGHTS = (
         call=_query_key,
         reference=reference.readout,
         answers=readout,
-        variants={"QK": {}, "OV": {"matrix": "OV"}, "offsets": {"offsets": (0, 1, 3)}},
-        only={"offsets": rotary},
+        variants={"QK": {}, "OV": {"matrix": "OV"}},
         real=("QK", "OV"),
     ),
     Subject(
@@ -227,11 +220,7 @@ def contextual(w: World, **options: Any) -> Answers:
     """Measures of the context basis."""
     report = tlg.contextual_report(w.basis, **given(options, draws=4, rank=5))
     labels = options.get("labels")
-    found = by_state(report, measures.learning_curve(w.basis, "context", labels=labels, rank=5))
-    if labels is None:
-        return found
-    similar = clusters.cluster_similarity(w.basis.ctx, torch.tensor(labels))
-    return found | {"similarity of documents": similar.table}
+    return by_state(report, measures.learning_curve(w.basis, "context", labels=labels, rank=5))
 
 
 def comparison(c: Any) -> Answers:
@@ -336,7 +325,7 @@ MEASURES = (
         covers=("screenot",),
         call=_screenot,
         answers=lambda r: {"rank": r.rank, "threshold": r.threshold, "bound": r.k},
-        variants={"plain": {"k": 5}, "another strategy": {"k": 8, "strategy": "w"}},
+        variants={"plain": {"k": 5}},
         only={"*": lambda w: w.kind == "gpt2"},
     ),
     Subject(

@@ -245,7 +245,7 @@ def trajectories(w: World, variant: str, answers: Answers) -> Expected:
 
 def aligned(w: World, variant: str, answers: Answers) -> Expected:
     align = "hungarian" if variant == "hungarian" else "greedy"
-    of = flow.bases(ensemble(w), align, centred=variant == "centred")
+    of = flow.bases(ensemble(w), align)
     return {"directions": of.U, "singular values": of.S}
 
 
@@ -253,9 +253,8 @@ def maps(w: World, variant: str, answers: Answers) -> Expected:
     X, probes = ensemble(w), torch.Generator().manual_seed(5)
     x = torch.randn(7, X.shape[-1], generator=probes, dtype=torch.float64).numpy()
     x[-1] = 0
-    if variant.startswith("flow"):
-        signs = "V" if variant == "flow-signed" else "U"
-        of = flow.flow_map(flow.bases(X), 0, 2, signs=signs)
+    if variant == "flow":
+        of = flow.flow_map(flow.bases(X), 0, 2)
     else:
         of = flow.fit_map(X[:, 0], X[:, 2], variant)
     return {"images of six vectors and zero": of(x)}
@@ -263,14 +262,12 @@ def maps(w: World, variant: str, answers: Answers) -> Expected:
 
 def truncation(w: World, variant: str, answers: Answers) -> Expected:
     """Divergence of the output where states are projected on K directions after every block."""
-    if variant not in ("every block", "all positions"):
-        return {}
     X, model = ensemble(w)[:, 1:], decoder(w.kind)
     U = {t + 1: np.linalg.svd(X[:, t].T, full_matrices=False)[0] for t in range(X.shape[1])}
     own = run_of(w, "prompts")["logits", 0][:, -1]
     found = []
     for K in answers["directions"].astype(int):
-        logits = flow.truncated(model, w.prompts, U, K, everywhere=variant == "all positions")
+        logits = flow.truncated(model, w.prompts, U, K)
         found.append(flow.distances(logits, own).kl)
     kl = torch.stack(found)
     error = kl.std(1) / kl.shape[1] ** 0.5

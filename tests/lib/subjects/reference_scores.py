@@ -215,8 +215,8 @@ def sweep(w: World, variant: str, answers: Answers) -> Expected:
 
 def readout(w: World, variant: str, answers: Answers) -> Expected:
     """Singular values of dense W_QK (at offset 0) and W_OV."""
-    if variant == "offsets" or (variant == "OV" and w.kind == "gemma2"):
-        return {}  # several offsets are averaged; a norm follows W_OV
+    if variant == "OV" and w.kind == "gemma2":
+        return {}  # a norm follows W_OV
     of = [
         geometry.token_readout(decoder(w.kind), layer, head, variant).values
         for layer, head in places(answers["heads"])

@@ -85,7 +85,6 @@ GROUPS = (
             "no draws": ({"nulls": True, "draws": 0}, "draws"),
             "a rank bound of 0": ({"k": 0}, "^k$"),
             "no frequencies": ({"frequencies": 0}, "frequencies"),
-            "noise of no name": ({"strategy": "x"}, "strategy"),
         },
     ),
     Group(
@@ -99,7 +98,6 @@ GROUPS = (
             "labels that are none": ({"labels": [None] * 40}, "labels"),
             "labels below zero": ({"labels": [-1, 0] * 20}, "labels"),
             "no rank": ({"rank": 0}, "rank"),
-            "a space of no name": ({"space": "x"}, "space"),
             "a basis without context": (
                 {"basis": lambda s: tlg.decompose(s.model, s.ids, keep_ctx=False, **SHORT)},
                 "basis",
@@ -123,7 +121,6 @@ GROUPS = (
         base={"k": 2},
         right={"eight values": {}},
         wrong={
-            "noise of no name": ({"strategy": "x"}, "strategy"),
             "a rank bound of 0": ({"k": 0}, "^k$"),
             "NaN": ({"values": torch.full((8,), NAN)}, "singular|values"),
         },
@@ -138,8 +135,6 @@ GROUPS = (
             "a layer beyond": ({"layers": 99}, "layers"),
             "no rank": ({"rank": 0}, "rank"),
             "fewer draws than none": ({"draws": -1}, "draws"),
-            "offsets without rotation": ({"offsets": (1,)}, "offsets"),
-            "offsets below zero": ({"offsets": (-1,)}, "offsets"),
         },
     ),
     Group(
@@ -222,8 +217,6 @@ GROUPS = (
             **NO_BATCH,
             "no directions": ({"K": ()}, "^K$"),
             "directions beyond": ({"K": (1, 9999)}, "^K$"),
-            "a place of no name": ({"where": "x"}, "where"),
-            "positions of no name": ({"positions": "x"}, "positions"),
             "trajectories of another model": (
                 {"ensemble": lambda s: s.rotary.ensemble},
                 "ensemble",
@@ -242,7 +235,6 @@ GROUPS = (
             "a pair beyond": ({"pairs": [(1, 99)]}, "pairs"),
             "no pairs": ({"pairs": []}, "pairs"),
             "a map of no name": ({"map_types": ("spline",)}, "map_type"),
-            "an alignment of no name": ({"align": "x"}, "align"),
             "chunks that maps were fitted on": ({"tokens": lambda s: s.w.pilots[20:]}, "tokens"),
             "trajectories of another model": (
                 {"ensemble": lambda s: s.rotary.ensemble},
