@@ -237,7 +237,10 @@ def test_a_file_names_no_class_outside_of_the_library(tmp_path: Path) -> None:
     [
         (lambda v: checks.heads(v, 2, 2), ["L2H0", (0, 2), "51", [], 3, "H1"]),
         (lambda v: checks.index(v, 3, "layer"), [3, -1, 1.0, True, "1"]),
-        (lambda v: checks.window(v, 8, 1), [(3, 9), (2, 2), 5, (0.5, 2), (2.0, 5), (True, 2), "ab"]),
+        (
+            lambda v: checks.window(v, 8, 1),
+            [(3, 9), (2, 2), 5, (0.5, 2), (2.0, 5), (True, 2), "ab"],
+        ),
         (lambda v: checks.finite(torch.tensor([v]), "x"), [math.nan, math.inf]),
     ],
 )

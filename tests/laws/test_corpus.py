@@ -27,7 +27,7 @@ from tl_geometry.corpus import (
     repeated_random_tokens,
     splice,
 )
-from tl_geometry.corpus.sources import as_tokens, batches
+from tl_geometry.corpus.sources import as_tokens
 
 pytestmark = pytest.mark.once
 

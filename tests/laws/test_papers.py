@@ -25,7 +25,6 @@ from torch import Tensor
 import tl_geometry as tlg
 from tests.lib.models import hf_model, tiny
 from tl_geometry import GeometryError, papers, zoo
-from tl_geometry.zoo import embedded_model
 
 pytestmark = pytest.mark.once
 cases = settings(deadline=None, max_examples=20)

@@ -8,7 +8,6 @@ import pytest
 
 from tests import sizes
 
-
 OPEN = ("lines of tests",)
 """What is still larger than its limit."""
 

@@ -43,7 +43,7 @@ OnLayer = Callable[[int, Mapping[str, Tensor]], None]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Layers(Runner):
-    """What :class:`~tl_geometry.models.model_view.ModelView` can say about the attention layers of its model.
+    """What :class:`~tl_geometry.models.model_view.ModelView` can say about its attention layers.
     ``_found`` keeps what was inferred, by name, as long as the weights stay the same."""
 
     causal: bool

@@ -57,8 +57,10 @@ class Stop(Exception):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Runner:
-    """Runs one model: the base of :class:`~tl_geometry.models.model_view.ModelView`. ``state_hooks[s]`` is the
-    hook of state s."""
+    """Runs one model: the base of :class:`~tl_geometry.models.model_view.ModelView`.
+
+    ``state_hooks[s]`` is the hook of state s.
+    """
 
     name: str
     class_name: str
