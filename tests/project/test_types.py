@@ -8,14 +8,15 @@ unnecessary.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, assert_type
+from typing import TYPE_CHECKING, assert_type
 
 import pytest
+from torch import Tensor
 
 import tl_geometry as tlg
 
 if TYPE_CHECKING:
-    assert_type(tlg.flow.directions_needed, Any)
+    assert_type(tlg.corpus.repeated_random_tokens(), Tensor)
     assert_type(tlg.interventions.term.__name__, str)
     assert_type(tlg.render.split.__doc__, str | None)
     _ = tlg.decompse  # pyright: ignore[reportAttributeAccessIssue]

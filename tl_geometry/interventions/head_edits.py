@@ -233,6 +233,6 @@ def positions_of(wanted: Any, length: int, known: Known | None) -> list[int]:
                 fail("reference", expected=f"prompts that have a position {at!r}", got="none")
             at = known.rows.position(at)
         number = checks.whole(at)
-        from_end = number is not None and number < 0
-        found.append(checks.index(length + at if from_end else at, length, "position"))
+        from_end = length + number if number is not None and number < 0 else at
+        found.append(checks.index(from_end, length, "position"))
     return found

@@ -60,7 +60,8 @@ def dominant(
     (('position', 'unclear'), ('', 'position by cs, content by gs'))
     """
     if not names:
-        unknown, no_names = torch.full((len(cs),), torch.nan, dtype=cs.dtype), ("",) * len(cs)
+        unknown = torch.full((len(cs),), torch.nan, dtype=cs.dtype)
+        no_names: tuple[str, ...] = ("",) * len(cs)
         return Dominant(no_names, no_names, unknown, unknown, no_names, unknown, unknown, no_names)
     (first_cs, share, margin), (first_gs, gain, gain_margin) = _leading(cs), _leading(gs)
     uniform, no_gain = torch.isnan(share), torch.isnan(gain)

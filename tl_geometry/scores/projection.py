@@ -68,7 +68,8 @@ def project_basis(
         # expanded before the rotation, which makes the mean differ by position
         turned = layer.turned(torch.cat([of_mean.expand_as(of_pos), of_pos]), which)
         mapped.append(rearrange(turned, "part i h e -> h i part e").contiguous())
-    return MappedBasis(*mapped, share, basis.provenance.normalized)
+    q, k = mapped
+    return MappedBasis(q, k, share, basis.provenance.normalized)
 
 
 def group_basis(

@@ -71,7 +71,8 @@ def compare_scores(
     step = max(1, CELLS // (q.shape[1] * layer.allowed.numel()))
     for at in range(0, q.shape[3], step):
         some = heads[at : at + step]
-        total, size = (scores_of(*(x[:, :, at : at + step] for x in pair), 1.0) for pair in sums)
+        of_some = [(a[:, :, at : at + step], b[:, :, at : at + step]) for a, b in sums]
+        total, size = (scores_of(a, b, 1.0) for a, b in of_some)
         if layer.bias is not None:
             total, size = total + layer.bias[some], size + layer.bias[some].abs()
         allowed, capped = layer.allowed, soft_cap(total, layer.softcap)
