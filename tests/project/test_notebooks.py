@@ -82,6 +82,12 @@ def reduced(notebook: Any, changes: dict[str, str]) -> Any:
     return notebook
 
 
+def shown(outputs: list[Any]) -> int:
+    """How many are a figure or a page."""
+    found = [output.get("data", {}) for output in outputs]
+    return sum("image/png" in data or "<iframe" in data.get("text/html", "") for data in found)
+
+
 def check_outputs(outputs: list[Any]) -> None:
     """No error and no warning; rich outputs with fallbacks, self-contained and small."""
     for output in outputs:

@@ -69,10 +69,12 @@ def dominant(
     agree = (first_cs == first_gs) | no_gain
     clear = agree & (share > SHARE_OVER) & (margin > MARGIN_OVER) & (gain_margin > MARGIN_OVER)
     clear = uniform | reduce(torch.logical_and, certain, clear)
-    by_cs = [UNIFORM if u else names[i] for i, u in zip(first_cs.tolist(), uniform, strict=True)]
+    leads_cs: list[int] = first_cs.tolist()
+    leads_gs: list[int] = first_gs.tolist()
+    by_cs = [UNIFORM if u else names[i] for i, u in zip(leads_cs, uniform, strict=True)]
     by_gs = [
         UNIFORM if u else "" if n else names[i]
-        for i, u, n in zip(first_gs.tolist(), uniform, no_gain, strict=True)
+        for i, u, n in zip(leads_gs, uniform, no_gain, strict=True)
     ]
     flags = [
         "" if same else f"{a} by cs, {b} by gs"
