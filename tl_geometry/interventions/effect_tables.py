@@ -42,6 +42,8 @@ from tl_geometry.models.output_head import next_token_losses
 from tl_geometry.models.reader import as_view
 
 METRICS = ("loss", "difference")
+NAMED = 3
+"""Controls that a sentence names, so that it stays one."""
 UserMetric = Callable[[Float[Tensor, "batch position d_vocab"]], Float[Tensor, " batch"]]
 """A metric of one's own: one number for each prompt from its logits."""
 
@@ -107,7 +109,8 @@ class Effects(Table):
         return all(bool(x.low > 0 if up else x.high < 0) for x in found) if names else None
 
     def sentence(self, edit: str) -> str:
-        """One edit in words: its change, and by how much it goes beyond each control."""
+        """One edit in words: its change, and by how much it goes beyond each control, or beyond the
+        nearest of many."""
         few = len(self.clean) < FEWEST
 
         def said(x: Interval) -> str:
@@ -119,7 +122,10 @@ class Effects(Table):
         names = self.controls_of(edit)
         if names:
             verdict = "more than its controls" if self.beyond(edit) else "not beyond its controls"
-            beside = ", ".join(f"{said(self.excess(edit, n))} beyond {n}" for n in names)
+            near = sorted(names, key=lambda name: abs(float(self.excess(edit, name).value)))
+            near = names if len(names) <= NAMED else near[:NAMED]
+            beside = ", ".join(f"{said(self.excess(edit, n))} beyond {n}" for n in near)
+            beside += f" (the nearest of {len(names)})" if near is not names else ""
             text += f"; {beside}" if few else f", {verdict}: {beside}"
         return f"{text}."
 
