@@ -352,10 +352,10 @@ def test_running_extremes_equal_a_full_sort_and_ties_come_by_id() -> None:
 
 def test_directions_that_are_not_unique_are_marked(tmp_path: Any) -> None:
     hf = hf_model("gpt2", n_layer=1)
-    with torch.no_grad():  # W_V W_O of every head is a multiple of a projection
+    with torch.no_grad():  # W_V W_O of a head: eight coordinates, centred on both sides
+        hf.transformer.h[0].ln_1.weight.fill_(1)
         hf.transformer.h[0].attn.c_attn.weight[:, 64:] = torch.eye(32)
         hf.transformer.h[0].attn.c_proj.weight.copy_(torch.eye(32))
-        hf.transformer.h[0].ln_1.weight.fill_(1.0)
     model = from_hf(hf, None, name="projections")
     r = tlg.token_readout(model, matrix="OV", features=4)
     assert all(r.column("degenerate"))
@@ -363,9 +363,9 @@ def test_directions_that_are_not_unique_are_marked(tmp_path: Any) -> None:
     assert torch.equal(again.left.ids, r.left.ids)
     assert again.cells == r.cells
     assert not any(tlg.token_readout(tiny("bridge", "gpt2"), features=4).column("degenerate"))
-    # without the mean of all 32 coordinates, that of a head's eight is 1 - 8 / 32
-    values = torch.tensor([1.0] * 7 + [0.75]).double()
-    close(r.coverage, (values.cumsum(0) / values.sum()).expand(4, 8), 1e-6)
+    # seven singular values are 1, the last 1 - 8 / 32
+    shares = torch.tensor([*range(1, 8), 7.75]) / 7.75
+    close(r.coverage, shares.expand(4, 8).double(), 1e-6)
 
 
 def test_writes_are_read_where_the_logits_are() -> None:
