@@ -28,6 +28,8 @@ STORED, TABLE = DOCS / "support.json", DOCS / "support_table.md"
 CLASSES = (*(("hooked",) if HAS_HOOKED else ()), "bridge")
 """Classes that the installed TransformerLens has."""
 NAMES = {"hooked": "HookedTransformer", "bridge": "TransformerBridge"}
+ROUNDING = 1e-2
+"""Difference of log probabilities beyond which a model is another; float32 gives some 1e-5."""
 Cell = dict[str, Any]
 """``verdict`` ("exact" or "refused"), ``worst`` (largest error over its bound, where exact),
 ``why`` (where refused), ``without`` (parts that are refused)."""
@@ -37,8 +39,13 @@ def measure(architecture: str, model_class: str, processed: bool) -> Cell:
     """One model: exact, or refused and why."""
     try:
         with torch.no_grad():
-            make = bridge_of if model_class == "bridge" else hooked_of
-            model = make(hf_model(architecture), processed, name=f"tiny-{architecture}")
+            hf, make = hf_model(architecture), bridge_of if model_class == "bridge" else hooked_of
+            wanted = hf(tokens()).logits.log_softmax(-1)
+            model = make(hf, processed, name=f"tiny-{architecture}")
+            off = float((model(tokens()).log_softmax(-1) - wanted).abs().max())
+        if off > ROUNDING:
+            why = f"its log probabilities are off by {off:.2g} from Hugging Face's"
+            return {"verdict": "refused", "why": why}
         refused: Any = check_model(model).refused
     except GeometryError as error:
         return {"verdict": "refused", "why": _short(str(error))}
