@@ -23,6 +23,7 @@ import pytest
 import torch
 
 import tl_geometry as tlg
+from tests.lib.data import Provenance
 from tests.lib.subjects import SUBJECTS, called
 from tests.lib.worlds import world
 from tests.tables.answers import (
@@ -37,7 +38,6 @@ from tests.tables.answers import (
     with_text,
 )
 from tests.tables.test_signatures import public
-from tl_geometry.base.results import Provenance
 
 pytestmark = pytest.mark.once
 KINDS = ("llama", "gpt2", "embedded")

@@ -9,13 +9,12 @@ import numpy as np
 import torch
 
 import tl_geometry as tlg
+from tests.lib.data import Provenance
 from tests.lib.subjects import reference_runs as reference
 from tests.lib.subjects.decomposition import STATES
 from tests.lib.subjects.row import Answers, Subject, given, prefixed, torch_seeded
 from tests.lib.worlds import QUIET, World
-from tl_geometry import flow
-from tl_geometry.base.results import Provenance
-from tl_geometry.base.tables import Table
+from tl_geometry import Table, flow
 from tl_geometry.flow import ensemble, maps
 
 EMPTY = {

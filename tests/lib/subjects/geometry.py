@@ -13,7 +13,6 @@ from tests.lib.subjects.row import Answers, Subject, given, labels, torch_seeded
 from tests.lib.worlds import QUIET, World
 from tl_geometry import measures, papers, sphere, weights
 from tl_geometry.measures import positional as shapes
-from tl_geometry.measures.positional import usable_k
 
 GAUGE = "the directions that processing removes are part of the matrix as it is"
 
@@ -331,7 +330,7 @@ MEASURES = (
     Subject(
         name="usable_k",
         covers=("screenot",),
-        call=lambda w: [usable_k(k, side) for k, side in ((20, 19), (20, 100), (3, 8))],
+        call=lambda w: [shapes.usable_k(k, side) for k, side in ((20, 19), (20, 100), (3, 8))],
         answers=lambda found: {"bounds": found},
         only={"*": lambda w: w.kind == "gpt2"},
     ),
