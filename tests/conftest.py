@@ -11,8 +11,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
 from collections import defaultdict
-from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -41,32 +40,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("nightly" if config.getoption("--nightly") else "project")
-    config.pluginmanager.register(Examples())  # hooks of this file are for tests below it alone
-
-
-class Examples:
-    """Examples in docstrings of the package share windows of the embedded model's text, which many
-    begin with: to encode it each time took a sixth of their time."""
-
-    windows: ClassVar[dict[str, Any]] = {}
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
-        if type(item).__name__ != "DoctestItem":
-            return (yield)
-        from tl_geometry import zoo
-
-        make = zoo.default_windows
-
-        def once(model: Any, length: int, **options: Any) -> Any:
-            key = f"{model.cfg.model_name} {length} {sorted(options.items())}"
-            if key not in self.windows:
-                self.windows[key] = make(model, length, **options)
-            return self.windows[key]
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(zoo, "default_windows", once)
-            return (yield)
 
 
 # before the markers that were asked for are looked at

@@ -216,11 +216,11 @@ class Walk:
         """What each head wrote straight to the logit, by source."""
         seen, v = run.attention, self.written(run.block, run.attention, "v")
         pattern = seen.pattern[:, :, self.position].detach()
-        towards = lambda v: einsum(v.double(), readout.double(), "j h e, h e -> h j")  # noqa: E731
-        found = pattern.mean(0) * towards(v)
+        readout, towards = readout.double(), "j h e, h e -> h j"
+        found = pattern.mean(0) * einsum(v.double(), readout, towards)
         if self.between:
-            values = seen.sides["v"].entering.detach()
-            found = found + difference(pattern)[0] * towards(values.mean(0))
+            values = seen.sides["v"].entering.detach().mean(0)
+            found = found + difference(pattern)[0] * einsum(values.double(), readout, towards)
         return found
 
     # ---- values

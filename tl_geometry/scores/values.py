@@ -1,6 +1,5 @@
 """What does each source part (position, context, a writer) make a head write into the stream? The
-public function ``split_values``; circuits and interventions take :func:`token_id` and
-:func:`trained_head` from here.
+public function ``split_values``; circuits take :func:`trained_head` from here.
 
 With the pattern and the norm scale s frozen, the mixed value of a head is linear in the parts p_a
 of its layer's input,
@@ -28,7 +27,7 @@ from torch import Tensor
 
 from tl_geometry.base import checks
 from tl_geometry.base.checks import Head
-from tl_geometry.base.errors import UnsupportedModelError, fail, require
+from tl_geometry.base.errors import UnsupportedModelError, fail
 from tl_geometry.base.results import Provenance, Result
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.decomposition.position_context import PositionContext
@@ -159,14 +158,6 @@ def _of_layer(
         W_O=view.weights(layer.layer).W_O[heads].to(layer.h).cpu(),
         checks=tuple(compared),
     )
-
-
-def token_id(view: ModelView, token: Any) -> int:
-    """The id of a token, given as an id or as the text of a single token."""
-    ids = view.encode(token) if isinstance(token, str) else [token]
-    got = f"{token!r}, which is {len(ids)} tokens"
-    require(len(ids) == 1, "token_ids", expected="an id, or the text of one token", got=got)
-    return checks.index(ids[0], view.d_vocab, "token_ids")
 
 
 def trained_head(view: ModelView, *, instead: str) -> OutputHead:
