@@ -120,10 +120,12 @@ class _Watch:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[Any]) -> Iterator[None]:
-        """Tests run in the order in which they were asked for, whatever the suite's own is."""
+        """Tests run in the order in which they were asked for, whatever the suite's own is; what
+        the suite leaves out stays out."""
         asked = list(items)
         yield
-        items[:] = asked
+        kept = set(items)
+        items[:] = [item for item in asked if item in kept]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: Any) -> Iterator[None]:
