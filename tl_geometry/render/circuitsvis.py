@@ -124,7 +124,10 @@ def induction(graph: LogitGraph, head: Head | None = None) -> Page:
     mine = mine.sort_values("position")
     values, texts = mine["value"].tolist(), mine["token"].astype(str).tolist()
     top, best = max(map(abs, values)) or 1.0, mine.loc[mine["value"].abs().idxmax()]
-    props = {"tokens": [html.token_text(text) for text in texts], "values": values}
+    # ColoredTokens puts texts into the page as markup (1.43.3): a token that looks like a tag would
+    # be one
+    written = [html.escape(html.token_text(text)) for text in texts]
+    props = {"tokens": written, "values": values}
     name, token = head_name(pair), html.token_text(str(best["token"]))
     return Page(
         title=f"{name} wrote {html.signed(best['value'], '+.2f')} of the logit from “{token}” at "
