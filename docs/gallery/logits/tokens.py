@@ -2,8 +2,8 @@
 =====================================
 
 SmolLM2-135M-Instruct prefers " Mary" to " John", and each token has the colour of what its
-embedding contributes to that difference along value paths: red for " Mary", blue for " John". With the
-constants, the numbers add up to the difference of the two logits.
+embedding contributes to that difference along value paths: red for " Mary", blue for " John". With
+the constants, the numbers add up to the difference of the two logits.
 """
 
 import tl_geometry as tlg
