@@ -39,8 +39,8 @@ NOWHERE = -1
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LogitGraph(Result):
-    """A logit, or a difference of two, T, as a graph from the tokens; with a counterfactual the
-    difference of T between both prompts.
+    """An attribution graph: a logit, or a difference of two, T, as a graph from the tokens; with a
+    counterfactual the difference of T between both prompts.
 
     ``value`` is T before a final soft cap, ``answer`` and ``other`` the texts of its tokens,
     ``position`` where it is read, ``probability`` that of the answer there. ``leaf_values``,
