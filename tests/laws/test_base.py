@@ -16,10 +16,10 @@ from scipy import stats
 from torch import Tensor
 
 import tl_geometry as tlg
-from tl_geometry.base import checks, linalg
+from tl_geometry.base import linalg
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.base.intervals import LeftOut, jackknife_interval, paired_interval, sign_flip_p
-from tl_geometry.base.results import Provenance, Result
+from tl_geometry.base.results import Provenance
 from tl_geometry.base.sums import Sums
 from tl_geometry.base.tables import Table
 
@@ -156,17 +156,6 @@ def test_two_sources_of_error_add_up() -> None:
         assert found == pytest.approx(expected, rel=1e-10)
 
 
-def test_a_jackknife_needs_two_groups_and_may_have_no_spread() -> None:
-    whole = torch.tensor(2.0, dtype=torch.float64)
-    still = LeftOut(whole.repeat(2), torch.ones(2).double())
-    assert [float(end) for end in jackknife_interval(whole, [still])] == [2, 2, 2, 0]
-    for values, sizes in ((1, 1), (3, 2), (2, 3)):
-        bad = LeftOut(whole.repeat(values), torch.ones(sizes).double())
-        text = f"at least 2 groups, got {values} values and {sizes} sizes"
-        with pytest.raises(GeometryError, match=text):
-            jackknife_interval(whole, [bad])
-
-
 def test_sign_flips_count_ties_and_both_sides() -> None:
     """Against all 1,024 flips of ten differences. Sums of tenths that are equal differ in their
     last bits, and many flips are as far from zero as the data: three of ten signs are negative."""
@@ -221,33 +210,3 @@ def test_any_result_opens_from_its_file(tmp_path: Path) -> None:
         paths[1].write_bytes(changed)
         with pytest.raises(GeometryError):
             tlg.load(paths[1])
-
-
-def test_a_file_names_no_class_outside_of_the_library(tmp_path: Path) -> None:
-    class Planted(Result):
-        """A result that no package of the library holds."""
-
-    place = Planted(provenance=Provenance()).save(tmp_path / "planted.safetensors")
-    with pytest.raises(GeometryError, match="a result of tl_geometry"):
-        tlg.load(place)
-
-
-@pytest.mark.parametrize(
-    ("call", "wrong"),
-    [
-        (lambda v: checks.heads(v, 2, 2), ["L2H0", (0, 2), "51", [], 3, "H1"]),
-        (lambda v: checks.index(v, 3, "layer"), [3, -1, 1.0, True, "1"]),
-        (
-            lambda v: checks.window(v, 8, 1),
-            [(3, 9), (2, 2), 5, (0.5, 2), (2.0, 5), (True, 2), "ab"],
-        ),
-        (lambda v: checks.finite(torch.tensor([v]), "x"), [math.nan, math.inf]),
-    ],
-)
-def test_arguments_are_taken_or_refused(call: object, wrong: list[object]) -> None:
-    assert callable(call)
-    for value in wrong:
-        with pytest.raises(GeometryError):
-            call(value)
-    assert checks.heads(["L1H0", "0.1"], 2, 2) == ((1, 0), (0, 1))
-    assert checks.window((2, 5), 8, 1) == (2, 5)

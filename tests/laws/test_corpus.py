@@ -19,11 +19,8 @@ from hypothesis import strategies as st
 import tl_geometry as tlg
 from tests.lib.models import VOCAB, tiny
 from tl_geometry.corpus import (
-    Prompts,
     TokenWindows,
-    gibberish,
     prompts,
-    pseudo_sentences,
     repeated_random_tokens,
     splice,
 )
@@ -115,17 +112,6 @@ def test_a_choice_of_windows_is_in_order_and_without_repeats(seed: int, n: int) 
     assert places == sorted(set(places))
     assert call(n=n, seed=seed).tokens.tolist() == some
     assert refused(lambda: call(n=13)).what == "n"
-
-
-def test_every_window_is_equally_likely(model: Any) -> None:
-    ids, view = list(range(4, 44)), tlg.view(model)
-    counts = torch.zeros(10)
-    for seed in range(300):
-        first = tlg.windows(view, text(ids), 4, n=3, prepend_bos=False, seed=seed).tokens[:, 0]
-        counts[(first - 4) // 4] += 1
-    # 90 of 300 each; three standard deviations of a binomial are 24
-    assert counts.min() > 66
-    assert counts.max() < 114
 
 
 def test_bos_is_the_models_own_default_and_is_never_doubled(model: Any) -> None:
@@ -227,17 +213,6 @@ def test_ids_are_copied_as_they_come(model: Any) -> None:
     masked = np.ma.masked_equal(ROWS.numpy(), 6)
     for wrong in (masked, {"input_ids": ROWS}, [ROWS[0], ROWS[1, :2]]):
         assert refused(lambda wrong=wrong: as_tokens(model, wrong)).what == "tokens"
-
-
-def test_a_text_and_a_row_are_one_context(model: Any) -> None:
-    assert as_tokens(model, "w4 w5").tokens.tolist() == [[BOS, 4, 5]]
-    assert as_tokens(model, "w4 w5", prepend_bos=False).tokens.tolist() == [[4, 5]]
-    assert as_tokens(model, ["w4 w5", "w6 w7"], prepend_bos=False).tokens.tolist() == [
-        [4, 5],
-        [6, 7],
-    ]
-    for row in ([4, 5], torch.tensor([4, 5]), np.array([4, 5])):
-        assert as_tokens(model, row).tokens.tolist() == [[4, 5]]
 
 
 @pytest.mark.parametrize("pad", [PAD, BOS])
@@ -418,31 +393,7 @@ def test_a_rendered_chat_template_gets_no_second_bos(embedded: Any) -> None:
     assert not prompts(embedded, body, prepend_bos=False, **options).has_bos
 
 
-def test_the_prompt_at_fault_is_named(model: Any, embedded: Any) -> None:
-    two = ["w4 w5", "w6"]
-    uneven = lambda: prompts(model, two, counterfactuals=["w4 w5", "w6 w7"], prepend_bos=False)
-    assert "prompt 1" in str(refused(uneven))
-    beyond = lambda: prompts(model, two, positions={"x": 1}, prepend_bos=False)
-    assert refused(beyond).what == "position 'x' of prompt 1"
-    assert prompts(model, two, positions={"x": 1}, prepend_bos=True).at("x").tolist() == [1, 1]
-    pieces = refused(lambda: prompts(embedded, "def f", answers=" self.x"))
-    assert "' self', '.x'" in str(pieces) or "' self', '.', 'x'" in str(pieces)
-    assert prompts(model, ["w4", "w5", "w4"]).flags == ("1 of 3 prompts are copies of others",)
-    assert isinstance(prompts(model, ["w4"])[0], Prompts)
-
-
 # ---- nulls ---------------------------------------------------------------------------------------
-
-
-def test_gibberish_is_uniform_over_the_vocabulary(model: Any) -> None:
-    plain = gibberish(model, 60)
-    assert plain.tokens.shape == (60, 50)
-    assert set(plain.tokens.flatten().tolist()) == set(range(VOCAB))
-    assert torch.equal(plain.tokens, gibberish(model, 60, seed=0, length=50).tokens)
-    assert not torch.equal(plain.tokens, gibberish(model, 60, seed=1).tokens)
-    begun = gibberish(model, 20, 9, prepend_bos=True)
-    assert begun.tokens[:, 0].tolist() == [BOS] * 20
-    assert begun.has_bos
 
 
 def test_repeated_tokens_are_copies_of_distinct_ones() -> None:
@@ -477,12 +428,3 @@ def test_spliced_windows_keep_the_tokens_of_every_position(
     joined = [t for t in range(1, length - bos) if t % piece == 0]
     assert all(borders[:, t - 1].float().mean() < 0.5 for t in joined)
     assert splice(windows, seed=seed).labels is None
-
-
-def test_pseudo_sentences_are_consecutive_chunks(embedded: Any) -> None:
-    body = tlg.zoo.corpus.held_out_documents().texts[0][:3000]
-    ids = tlg.view(embedded).encode(body.replace("\n", " "))
-    chunks = pseudo_sentences(embedded, body, 10, n=7)
-    assert chunks.tokens.flatten().tolist() == ids[:70]
-    assert not chunks.has_bos
-    assert refused(lambda: pseudo_sentences(embedded, body, 10, n=10_000)).what == "n"

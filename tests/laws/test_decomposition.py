@@ -17,7 +17,7 @@ from torch import Tensor, distributed
 
 import tl_geometry as tlg
 from tests.lib.data import additive, random_states
-from tests.lib.models import bridge_of, hf_model, tiny, tokens
+from tests.lib.models import tiny, tokens
 from tests.lib.reference import moments as reference
 from tl_geometry import PositionContext, decompose, decompose_activations
 from tl_geometry.corpus import TokenWindows
@@ -113,34 +113,6 @@ def test_sums_of_squares_are_those_of_whole_arrays(
         assert close(basis.second_moment(row, centered=False), raw, 1e-9)
     shares = torch.stack(list(table.shares.values())).sum(0)
     assert close(shares, torch.ones(2, dtype=torch.float64))
-
-
-def test_additive_data_has_its_parts_and_no_rest() -> None:
-    h, known = additive(7, 5, 4)
-    basis = decompose_activations(h)
-    parts = basis.transform(h)
-    for name, value in known.items():
-        assert close(getattr(parts, name), value)
-    again = decompose_activations((parts.mean + parts.pos).expand(7, 5, 4))
-    assert close(again.pos, basis.pos)
-    assert ctx_of(again).abs().max() < 1e-12
-    table = basis.anova()
-    assert table.resid[0] < 1e-9 * table.total[0]
-    noisy = decompose_activations(additive(7, 5, 4, noise=1.0)[0]).anova()
-    assert noisy.resid[0] > 0.1 * noisy.total[0]  # the twin: with noise there is one
-
-
-def test_positions_outside_of_the_window_have_a_vector() -> None:
-    h = random_states(2, 6, 7, 3)
-    basis = decompose_activations(h, window=(2, 6))
-    for t in range(7):
-        assert close(basis.pos_at(t), h[:, :, t].mean(1) - h[:, :, 2:6].mean((1, 2)))
-    changed = torch.cat([9 * h[:, :, :2], h[:, :, 2:6], -h[:, :, 6:]], 2)
-    other = decompose_activations(changed, window=(2, 6))
-    assert close(other.pos, basis.pos)
-    assert close(other.anova().total, basis.anova().total)
-    assert close(other.second_moment(1), basis.second_moment(1))
-    assert not close(other.pos_seen, basis.pos_seen, 1e-2)
 
 
 def test_parts_of_a_part_of_a_window_are_exact_on_additive_data() -> None:
@@ -286,22 +258,6 @@ def test_a_basis_of_a_large_model_can_be_mailed(tmp_path: Path) -> None:
     assert sizes[1] < 0.65 * sizes[0]
 
 
-def test_what_a_basis_hands_out_are_copies() -> None:
-    basis = decompose_activations(random_states(2, 12, 5, 3), keep=2)
-    names = ("mean", "pos", "pos_seen", "ctx", "group_counts")
-    before = {name: getattr(basis, name).clone() for name in names}
-    moment, at = basis.second_moment(1), basis.pos_at(2)
-    kept = (moment.clone(), at.clone())
-    for name in names:
-        getattr(basis, name).zero_()
-    moment.zero_()
-    at.zero_()
-    for name, value in before.items():
-        assert torch.equal(getattr(basis, name), value), name
-    assert torch.equal(basis.second_moment(1), kept[0])
-    assert torch.equal(basis.pos_at(2), kept[1])
-
-
 @pytest.mark.parametrize("copies", [2, 8])
 def test_a_context_counts_once(copies: int) -> None:
     model, ids = tiny("bridge", "gpt2"), tokens(12, 10)
@@ -381,16 +337,6 @@ def test_intervals_are_those_of_decompositions_without_each_group(
     assert table.blocks == groups
     column = table.to_dataframe()["pos_corrected_low"].to_numpy()
     assert float(column[1]) == float(table.intervals["pos"][1, 1])
-
-
-@pytest.mark.parametrize(
-    ("contexts", "groups", "enough"), [(10, 8, True), (9, 8, False), (20, 3, False)]
-)
-def test_no_interval_from_few_contexts_or_groups(contexts: int, groups: int, enough: bool) -> None:
-    table = decompose_activations(planted(contexts, 1), groups=groups).anova()
-    assert bool(table.intervals) is enough
-    assert ("pos_corrected_low" in table.to_dataframe()) is enough
-    assert ("pos_debiased" in table.to_dataframe()) is not enough
 
 
 def test_the_interval_is_about_the_share_without_sampling_noise() -> None:
@@ -502,22 +448,6 @@ def test_the_largest_tokens_are_those_of_the_states_themselves() -> None:
         assert float(rows["rms"].iloc[0]) == pytest.approx(float(squares.mean().sqrt()))
 
 
-def test_a_quarter_of_the_squares_in_few_tokens_is_said() -> None:
-    basis = decompose_activations(massive(), window=(1, 60))
-    table = basis.anova()
-    assert "2 of 2360 tokens hold" in table.remarks[0]
-    assert "position 3" in table.remarks[0]
-    assert "tokens hold" not in table.remarks[1]
-    said = [flag for flag in table.provenance.flags if "tokens hold" in flag]
-    assert len(said) == 1
-    assert "in states 0 " in said[0]
-    assert said[0] in repr(table)
-    assert said[0] in basis.flags()
-    ids = tokens(6, 9)
-    found = decompose(tiny("bridge", "llama"), ids, **QUIET).largest
-    assert torch.equal(found["token"], ids[found["context"], found["position"]])
-
-
 # ---- files, shards, processes --------------------------------------------------------------------
 
 
@@ -575,16 +505,6 @@ def test_a_shard_given_twice_is_refused_and_shared_contexts_are_said() -> None:
     same = decompose(model, ids[:12].flip(0), **QUIET)
     assert refused(lambda: PositionContext.merge([first, same])).what == "merge"
     assert refused(lambda: PositionContext.merge([first, second, first])).what == "merge"
-
-
-def test_hooks_on_one_side_only_are_said() -> None:
-    hooked, ids = bridge_of(hf_model("gpt2")), tokens(12, 6)
-    own = decompose(hooked, ids, **QUIET)
-    assert own.remarks(tlg.view(hooked)) == ()
-    hooked.add_hook("blocks.1.hook_resid_pre", lambda h, hook: None)
-    assert any("hooks" in flag for flag in own.remarks(tlg.view(hooked)))
-    raw = decompose_activations(random_states(3, 6, 5, 32))
-    assert any("not known" in flag for flag in raw.remarks(tlg.view(hooked)))
 
 
 def _one_of(rank: int, size: int, store: Path) -> None:

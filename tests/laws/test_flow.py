@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import tl_geometry as tlg
 from tests.lib.models import HAS_HOOKED, bridge_of, hf_model, tiny, tokens
 from tl_geometry import GeometryError, flow
 from tl_geometry.base.results import Provenance
@@ -85,22 +84,6 @@ def test_hungarian_has_the_larger_sum_and_aligning_again_changes_nothing(
             assert torch.equal(again, torch.arange(d).repeat(states, 1))
             assert bool((flips == 1).all())
     assert total["hungarian"] >= total["greedy"] - 1e-12
-
-
-def test_alignment_recovers_a_planted_permutation_with_its_singular_values() -> None:
-    U, S = orthogonal(1, 5, 3)[0], torch.tensor([5.0, 4, 3, 2, 1]).double()
-    V = torch.linalg.qr(normal(20, 5, seed=4)).Q
-    order = [3, 0, 4, 1, 2]
-    X = torch.stack([V * S @ U.mT, V[:, order] * S @ U[:, order].mT], dim=1)
-    found = flow.fit_aligned_bases(X)
-    assert torch.allclose(found.U[0], found.U[1], atol=1e-9)
-    assert torch.allclose(found.S[1], S[torch.tensor(order).argsort()], atol=1e-9)
-    # the strongest direction is first, whatever the alignment
-    top = maps.top_directions(found, 1, 1)[:, 0]
-    assert abs(float(top @ U[:, order[0]])) == pytest.approx(1)
-    # a tie goes to the later column
-    tied = torch.stack([torch.eye(2), torch.tensor([[1.0, 1], [1, -1]]) / 2**0.5]).double()
-    assert maps.align_directions(tied)[0][1].tolist() == [1, 0]
 
 
 # ---- maps between states
@@ -291,15 +274,6 @@ def test_the_state_after_the_norm_is_the_last_hidden_state(architecture: str) ->
     assert not torch.allclose(found.X[:, -1], hidden[-1][:, -1], atol=1e-1)
     with pytest.raises(GeometryError, match="post_norm"):
         flow.trajectories(model(), ids, **QUIET).after_norm()
-
-
-def test_an_encoder_is_followed_at_its_first_token() -> None:
-    bert = tiny("bridge", "bert")
-    found = flow.trajectories(bert, tokens(6, 9), **QUIET)
-    assert found.position == 0
-    assert "first token followed" in found.provenance.flags
-    with pytest.raises(tlg.UnsupportedModelError, match="truncation_kl: expected a causal"):
-        flow.truncation_kl(bert, tokens(6, 9), found)
 
 
 def test_halves_share_no_chunk_and_no_document() -> None:

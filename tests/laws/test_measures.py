@@ -19,13 +19,11 @@ from torch import Tensor
 import tl_geometry as tlg
 from benchmarks.calibration_measures import two_bases
 from tests.lib.models import HAS_HOOKED, hf_model, tiny, tiny_hooked, tokens
-from tests.lib.reference import geometry as reference
 from tl_geometry import decompose_activations, measures, sphere
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.decomposition import PositionContext, resampling
 from tl_geometry.measures import contextual
 from tl_geometry.measures.positional import screenot
-from tl_geometry.measures.state_tables import UNBOUNDED
 from tl_geometry.models import from_hf
 from tl_geometry.models.norms import remove_mean
 from tl_geometry.sphere import paths as formulas
@@ -88,60 +86,7 @@ def test_screenot_equals_the_authors_package_and_has_no_scale(
         assert float(found.threshold) / scale == pytest.approx(float(ours.threshold), rel=1e-9)
 
 
-def test_screenot_of_zeros_and_of_too_few_values() -> None:
-    s = torch.stack([torch.zeros(20), torch.linspace(9, 1, 20)]).double()
-    found = screenot(s, (20, 30), k=5)
-    assert (int(found.rank[0]), float(found.threshold[0])) == (0, 0)
-    assert float(found.threshold[1]) > 0
-    for k in (0, 10):
-        with pytest.raises(GeometryError, match=r"k: expected k >= 1 and 2k \+ 1 < 20"):
-            screenot(s, (20, 30), k=k)
-
-
 # ---- position
-
-
-def by_numpy(P: np.ndarray, k: int, frequencies: int) -> dict[str, float]:
-    """Measures of a basis that depend on it alone."""
-    s, axes = np.linalg.svd(P)[1:]
-    _, threshold, rank = adaptiveHardThresholding(P, k, strategy="i")
-    unit = P / np.linalg.norm(P, axis=1, keepdims=True)
-    F = np.asarray(scipy.fft.dctn(unit @ unit.T, norm="ortho"))
-    x, y = (P @ axes[:2].T).T
-    score, place = reference.fracture(P)
-    return {
-        "rank": rank,
-        "threshold": threshold,
-        "stable_rank": (s**2).sum() / s[0] ** 2,
-        "explained": s[:rank].sum() / s.sum(),
-        "explained_energy": (s[:rank] ** 2).sum() / (s**2).sum(),
-        "low_frequency": F.diagonal()[:frequencies].sum() / len(P),
-        "off_diagonal": 1 - (F.diagonal() ** 2).sum() / (F**2).sum(),
-        "smoothness": reference.smoothness(P, 1),
-        "smoothness_2": reference.smoothness(P, 2),
-        "fracture": score,
-        "fracture_at": FIRST + place,
-        "roughness": (np.diff(P, axis=0) ** 2).sum() / (P**2).sum(),
-        "winding": abs(np.unwrap(np.arctan2(y, x))[[0, -1]] @ [-1, 1]) / (2 * math.pi),
-    }
-
-
-def test_every_measure_of_position_in_a_window_by_numpy() -> None:
-    h = states()
-    basis = basis_of(h, window=(FIRST, POSITIONS + FIRST))
-    found = of_position(basis, k=3, frequencies=2, nulls=False)
-    for i in range(2):
-        inside = h[i, :, FIRST:].numpy()
-        P = inside.mean(0) - inside.mean((0, 1))
-        expected = by_numpy(P, 3, 2)
-        expected["relative_norm"] = reference.relative_norm(inside)
-        expected["relative_norm_reference"] = reference.relative_norm(inside, centred=False)
-        for name, value in expected.items():
-            assert abs(found.df[name][i]) == pytest.approx(value, rel=1e-4), name
-        errors = {f"{n}_se" for n in expected if n not in UNBOUNDED}
-        other = {"state", "split_half", "blocks", "draws"}
-        assert set(found.names) == {*expected, *errors, *other}
-    assert (numbers(found, "blocks"), numbers(found, "draws")) == ([4, 4], [0, 0])
 
 
 def stable_rank(pos: Tensor) -> Tensor:
@@ -226,26 +171,7 @@ def test_nulls_of_position_have_lost_the_effect_and_keep_their_laws() -> None:
         assert "roughness_shuffled" not in of_position(basis_of(part)).names
 
 
-def test_short_windows_missing_moments_and_few_contexts_are_flagged() -> None:
-    short = of_position(basis_of(gaussian(0, 1, 8, 3, 6), second_moments=False))
-    assert short.df[["rank", "threshold", "relative_norm"]].isna().all(axis=None)
-    assert "rank bound k=0 of 20 (short window)" in short.provenance.flags
-    assert "no second moments: no relative norm" in short.provenance.flags
-    for contexts, known in ((9, False), (10, True)):
-        basis = basis_of(gaussian(0, 1, contexts, 10, 6), groups=4)
-        found = of_position(basis, k=2, nulls=False)
-        assert bool(found.df["stable_rank_se"].notna().all()) is known
-        assert ("fewer than 10 contexts: no errors" in found.provenance.flags) is not known
-    single = of_position(basis_of(gaussian(0, 1, 8, 10, 6), groups=1), k=2)
-    assert not any(name.endswith(("_se", "_noise")) for name in single.names)
-    for report in (of_position, of_context):
-        with pytest.raises(GeometryError, match="with one, position and content cannot be told"):
-            report(basis_of(gaussian(0, 1, 1, 10, 6)))
-
-
 # ---- context
-
-LABELS = torch.arange(CONTEXTS) % 3
 
 
 @cases
@@ -263,32 +189,6 @@ def test_similarities_equal_all_pairs_and_labels_may_be_large(seed: int, labels:
         assert float(found.intra_signed) == pytest.approx(np.mean(same))
     with_self = np.mean([*np.abs(same), *[1.0] * len(labels)])
     assert float(found.intra_reference) == pytest.approx(with_self)
-
-
-def test_the_report_of_context_by_brute_force() -> None:
-    h = states()
-    basis = basis_of(h)
-    found, parts = of_context(basis, LABELS, rank=3), basis.transform(h)
-    frame, points = found.df, LABELS.repeat_interleave(POSITIONS + FIRST)
-    for i in range(2):
-        pos, ctx = parts.pos[i].numpy(), parts.ctx[i].numpy()
-        intra, inter = reference.cluster_similarity(ctx, LABELS.tolist())
-        expected = {"intra": intra, "inter": inter}
-        expected["overlap"] = reference.subspace_overlap(pos, ctx, 3)
-        expected["incoherence_max"], expected["incoherence_avg"], *_ = reference.incoherence(
-            pos, ctx
-        )
-        for name, x in (("cvec", parts.cvec[i]), ("raw", h[i])):
-            flat = x.flatten(0, 1).numpy()
-            expected[f"compactness_{name}"] = reference.compactness(flat, points.tolist())
-        for name, value in expected.items():
-            assert frame[name][i] == pytest.approx(value, rel=1e-6), name
-    assert (frame["compactness_cvec"] >= frame["compactness_raw"]).all()
-    assert (frame["compactness_raw"] > 5 * frame["compactness_raw_shuffled"]).all()
-    assert (frame["intra"] > 1.3 * frame["intra_shuffled"]).all()
-    assert frame["incoherence_rms_random"].tolist() == pytest.approx([D**-0.5] * 2)
-    assert frame["overlap_random"].tolist() == [3 / D] * 2
-    assert found.provenance.flags == ()
 
 
 def test_nulls_of_context_keep_coordinates_or_variance_and_lose_what_is_shared() -> None:
@@ -317,26 +217,6 @@ def test_nulls_of_context_keep_coordinates_or_variance_and_lose_what_is_shared()
     )
     few = of_context(basis_of(noise, keep=9), jackknife=False)
     assert "incoherence_avg_exchanged" not in few.names
-
-
-def test_singular_covariances_and_missing_parts_are_said_not_computed() -> None:
-    plane = states() @ (torch.eye(D).double() - 1 / D)
-    flagged = of_context(basis_of(plane), LABELS, **QUICK)
-    assert flagged.df["compactness_raw"].isna().all()
-    assert any("covariance singular at states [0, 1]" in f for f in flagged.provenance.flags)
-    bare = of_context(basis_of(states(), second_moments=False), LABELS, **QUICK)
-    assert bare.df["compactness_cvec"].isna().all()
-    assert "no second moments: no compactness" in bare.provenance.flags
-    assert not any("singular" in flag for flag in bare.provenance.flags)
-    one = of_context(basis_of(states()), ["a"] * CONTEXTS, **QUICK)
-    assert "intra" not in one.names
-    h = gaussian(4, 2, CONTEXTS, 1, D) + states().mean(1, keepdim=True)
-    t = torch.linspace(0, 1, POSITIONS + FIRST, dtype=torch.float64)
-    h[0] = gaussian(4, CONTEXTS, 1, D) + torch.stack([t, t**2], dim=1) @ gaussian(5, 2, D)
-    two = of_context(basis_of(h), **QUICK)
-    assert "overlap of 2 of 10 directions (some state has no more)" in two.provenance.flags
-    with pytest.raises(GeometryError, match="keep_ctx=True"):
-        of_context(basis_of(states(), keep_ctx=False))
 
 
 # ---- two bases

@@ -16,11 +16,9 @@ import torch
 from torch import Tensor, nn
 
 import tl_geometry as tlg
-from tests.lib.models import tiny, tokens
 from tl_geometry import GeometryError
 from tl_geometry.interventions import edge, surrogate, term
 from tl_geometry.interventions import heads as knockout
-from tl_geometry.interventions import planes as without_planes
 
 Tokens = tlg.TokenWindows
 
@@ -180,21 +178,6 @@ def test_an_edit_is_of_what_was_given_when_it_was_made(
     assert not torch.equal(edited(overwrite=False), model(windows.tokens[:2]))
 
 
-@torch.no_grad()
-def test_planes_are_those_that_were_given_when_the_edit_was_made() -> None:
-    rotary, ids = tiny("bridge", "llama"), tokens()
-    planes, heads = [0], ["L1H0"]
-    edit = without_planes(rotary, planes, heads)
-    with edit:
-        before = rotary(ids)
-    planes.append(1)
-    heads.append("L1H1")
-    with edit:
-        assert torch.equal(rotary(ids), before)
-    with without_planes(rotary, planes, heads):
-        assert not torch.equal(rotary(ids), before)
-
-
 def test_a_file_that_is_written_over_leaves_what_was_read(
     basis: tlg.PositionContext, tmp_path: Path
 ) -> None:
@@ -239,16 +222,6 @@ def test_weights_that_change_during_a_pass_are_refused(
         call(own, _while_training(own, windows.tokens), basis)
 
 
-def test_weights_that_are_processed_after_a_basis_are_another_model(
-    windows: Tokens, basis: tlg.PositionContext
-) -> None:
-    own = tlg.zoo.embedded()
-    tlg.split_scores(own, windows[:2], basis, heads="L1H0")
-    own.process_weights(fold_ln=True)
-    with pytest.raises(GeometryError, match="the model it was computed from"):
-        tlg.split_scores(own, windows[:2], basis, heads="L1H0")
-
-
 # --- Files and tables -------------------------------------------------------------------------
 
 
@@ -271,9 +244,3 @@ def test_a_link_goes_on_leading_to_its_file(basis: tlg.PositionContext, tmp_path
         assert link.is_symlink()
         assert target.is_file()
     assert not list(tmp_path.rglob("*.part"))
-
-
-def test_a_name_as_long_as_a_name_can_be(basis: tlg.PositionContext, tmp_path: Path) -> None:
-    assert tlg.PositionContext.load(basis.save(tmp_path / ("a" * 255))).contexts == 10
-    with pytest.raises(GeometryError, match="File name too long"):
-        basis.save(tmp_path / ("a" * 256))

@@ -247,24 +247,6 @@ def test_verdicts(tmp_path: Path) -> None:
     assert loaded.text() == found.text()
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"row": "GPT-3 OWT"}, "row: expected one of .*GPT-2 OWT"),
-        ({"quirks": ["uint8"]}, "quirks: expected one of uint16"),
-        ({"windows": 3}, "sizes: expected one of length, contexts"),
-        ({"corpus": IDS[:20]}, "at least 25 tokens"),
-        ({"corpus": IDS[:50], "quirks": ()}, "at least 48 tokens"),
-        ({"corpus": IDS.view(2, -1)}, r"integer ids \[position\]"),
-        ({"topics": [IDS[:11]]}, "at least 12 tokens each, got 11"),
-    ],
-)
-def test_what_cannot_be_run_is_refused(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(GeometryError, match=says):
-        given: dict[str, Any] = {"corpus": IDS, **SMALL, **options}
-        papers.song_zhong(bridge(), **given)
-
-
 # ---- Sarfati et al., Molina
 
 
@@ -478,15 +460,6 @@ def test_the_constant_8k_is_false_even_with_the_right_vectors() -> None:
         assert lhs <= 6 / mpmath.mpf(4 * k) ** m * delta
 
 
-def test_theorem_one_refuses_what_it_does_not_cover() -> None:
-    with pytest.raises(GeometryError, match=r"rows that sum to zero.*pos - pos\.mean"):
-        papers.theorem1(torch.ones(5, 2), 2, 1)
-    with pytest.raises(GeometryError, match="1 to 5 frequencies, got 6"):
-        papers.theorem1(centred(0, 5, 2), 6, 1)
-    with pytest.raises(GeometryError, match="1 or more differences"):
-        papers.theorem1(centred(0, 5, 2), 2, 0)
-
-
 # ---- the zoo
 
 
@@ -510,36 +483,6 @@ def test_the_embedded_model_has_induction_and_its_control_has_not(period: int) -
     best, losses = pattern_scores(False, period)
     assert max(best.values()) < 0.2
     assert abs(losses[:, period:].mean() - losses[:, :period].mean()) < 0.5
-
-
-def test_the_tokenizer_is_lossless_and_begins_with_bos() -> None:
-    text = "def f(x):\n    return 'é' + \"\\t\" * x  # \U0001f600\n"
-    ids = zoo.embedded().tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert zoo.embedded().tokenizer.decode(ids) == text
-    assert zoo.embedded().tokenizer.bos_token_id == 0
-
-
-@pytest.mark.nightly
-def test_default_windows_are_those_of_the_held_out_modules() -> None:
-    documents, view = zoo.corpus.held_out_documents(), tlg.view(zoo.embedded())
-    assert not set(documents.missing) & set(documents.names)
-    assert ("held-out modules" in documents.note) == bool(documents.missing or documents.changed)
-    options: dict[str, Any] = {"n": 20, "seed": 3}
-    found = zoo.default_windows(view, 24, **options)
-    names: dict[str, Any] = {"labels": documents.names, "prepend_bos": True}
-    wanted = tlg.windows(view, documents.texts, 24, **names, **options)
-    assert torch.equal(found.tokens, wanted.tokens)
-    assert found.has_bos
-    assert found.corpus == "held-out stdlib"
-    assert not zoo.default_windows(view, 24, prepend_bos=False, **options).has_bos
-
-
-def test_the_embedded_model_and_its_control_are_told_apart() -> None:
-    for trained, ending in ((True, ""), (False, "-untrained")):
-        view = tlg.view(zoo.embedded(trained=trained))
-        assert view.name == f"tl-geometry-embedded{ending}"
-        assert not view.processed
-    assert tlg.view(zoo.embedded(processed=True)).processed
 
 
 @pytest.mark.smollm2

@@ -31,7 +31,6 @@ from tests.browser import (
 from tests.lib.data import Provenance
 from tests.lib.worlds import world
 from tl_geometry import GeometryError, Table, render
-from tl_geometry.render import figure
 from tl_geometry.render.split_view import groups_of
 from tl_geometry.scores import ScoreSplit
 from tl_geometry.scores.planes import HeadPlanes
@@ -136,13 +135,6 @@ def test_the_panels_of_a_split_add_up_and_constants_stand_apart() -> None:
         assert all(("pos" in term) == (group in ("position", "mixed")) for term in terms)
 
 
-def test_centred_panels_have_rows_of_mean_zero() -> None:
-    values = unpacked(payload(render.split(synthetic(1, 9), centered=True))["parts"][0])
-    raw = unpacked(payload(render.split(synthetic(1, 9)))["parts"][0])
-    assert abs(np.nanmean(values[:, :-1], -1)).max() < 1e-2
-    assert abs(np.nanmean(raw[:, :-1], -1)).max() > 0.1
-
-
 @pytest.mark.parametrize("between", [False, True])
 def test_the_lists_of_a_graph_add_up(between: bool) -> None:
     """The edges into a node that a page lists, and what it leaves out, sum to the node."""
@@ -181,15 +173,6 @@ def test_where_frames_are_forbidden_a_sentence_stands(name: str) -> None:
     assert "trusted notebook" in left
     assert "<script" not in left
     assert 'sandbox="allow-scripts"' in page(name).html()
-
-
-def test_one_script_makes_all_pages() -> None:
-    scripts = {page(name).scripts[0] for name in ("split", "heads", "graph", "tokens")}
-    assert len(scripts) == 1
-    assert scripts <= set(page("attention").scripts)
-    policy = re.search(r"script-src ([^\"]*)\"", page("split").page)
-    assert policy
-    assert policy[1] == scripts.pop()
 
 
 @nightly
@@ -295,14 +278,6 @@ def test_a_table_of_ones_own_is_drawn_like_a_result() -> None:
     assert mine.source == ""
     with pytest.raises(GeometryError, match="ctx"):
         render.variance_shares(table.to_dataframe().drop(columns="ctx"))
-
-
-def test_parts_have_one_colour_each() -> None:
-    named = ("position", "content", "token", "mixed", "resid", "constants")
-    assert len({figure.PARTS[name] for name in named}) == len(named)
-    assert figure.PARTS["pos"] == figure.PARTS["position"]
-    signs = {figure.POSITIVE, figure.NEGATIVE}
-    assert not signs & set(figure.PARTS.values())
 
 
 def test_plot_finds_the_view_of_a_result() -> None:

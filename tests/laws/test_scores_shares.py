@@ -16,7 +16,6 @@ from scipy.special import log_softmax, softmax
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import tl_geometry as tlg
 from tests.lib.reference import scores as reference
 from tl_geometry import scores
 from tl_geometry.base.results import Provenance
@@ -124,19 +123,6 @@ def test_sums_add_up_over_contexts_and_over_parts(seed: int, cut: int, cap: floa
     for name in ("numerators", "gains"):
         fine = getattr(whole, name).unflatten(-1, (2, 2, 2, 2)).sum((-3, -1)).flatten(-2)
         assert torch.allclose(getattr(coarse, name), fine, rtol=1e-8, atol=1e-8)
-
-
-@given(seed=SEEDS)
-def test_heads_may_share_their_keys(seed: int) -> None:
-    q, k, mask = (
-        draw(3, 2, 11, 6, 4, seed=seed),
-        draw(3, 2, 11, 2, 4, seed=seed + 9),
-        mask_of("causal", 11),
-    )
-    shared = share_sums(q, k, mask, bias=draw(6, 1, 11, seed=seed))
-    own = share_sums(q, k.repeat_interleave(3, 3), mask, bias=draw(6, 1, 11, seed=seed))
-    for name, value in shared.tensors().items():
-        assert torch.allclose(value, getattr(own, name), rtol=1e-9, atol=1e-9), name
 
 
 @given(seed=SEEDS)
@@ -350,13 +336,3 @@ def test_head_types_are_sums_of_attention(seed: int) -> None:
         assert found.baselines[name] == pytest.approx(float(uniform.scores[name]))
     few = scores.head_type_scores(pattern[:9], ids[:9])
     assert bool(few.errors["previous"].isnan().all()), "no error below ten rows"
-
-
-def test_a_type_without_a_query_has_no_score() -> None:
-    ids = torch.arange(8).unsqueeze(0)
-    pattern = (mask_of("causal", 8) / torch.arange(1, 9).unsqueeze(1)).expand(1, 1, 8, 8)
-    found = scores.head_type_scores(pattern, ids)
-    assert bool(found.scores["induction"].isnan().all())
-    assert bool(found.scores["previous"].isfinite().all())
-    with pytest.raises(tlg.GeometryError):
-        scores.head_type_scores(pattern, ids[:, :-1])

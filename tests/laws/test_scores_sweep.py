@@ -178,21 +178,6 @@ def test_intervals_are_those_of_sweeps_run_again(kind: str, normed: bool) -> Non
     assert sweep_of(kind, normed).interval() is None
 
 
-@pytest.mark.once
-def test_intervals_need_windows_that_the_basis_has_not_seen() -> None:
-    model, fitted = tiny("bridge", "gpt2"), basis_of("gpt2")
-    mixed = torch.cat([FRESH[:39], SEEN[:1]])
-    sweep = lambda ids, fitted: tlg.sweep_heads(model, ids, fitted, intervals=True, **QUIET)
-    error = refused(lambda: sweep(mixed, fitted))
-    assert "1 of 40" in str(error)
-    assert "windows[-32:]" in str(error.instead)
-    refused(lambda: sweep(FRESH[:31], fitted))
-    refused(lambda: sweep(FRESH, tlg.decompose(model, SEEN[:31], **QUIET)))
-    refused(lambda: sweep(FRESH, tlg.decompose(model, SEEN, groups=3, **QUIET)))
-    sweep(FRESH[:32], fitted)  # twin
-    tlg.sweep_heads(model, mixed, fitted, **QUIET)  # shares alone are of any windows
-
-
 # ---- nulls
 
 

@@ -197,30 +197,6 @@ def test_the_score_is_the_bilinear_form_of_the_factors(architecture: str) -> Non
         assert (float(gap.abs().max()) < 1e-4) == (i == j or view.position != "rotary")
 
 
-def test_a_geometry_is_a_table_with_matrices_and_survives_a_file(tmp_path: Any) -> None:
-    model = tiny("bridge", "gpt2")
-    g = tlg.weight_geometry(model, basis_of(model), "OV", layers=1, rank=4)
-    assert g.df[["layer", "k", "rank"]].to_numpy().tolist() == [[1, 4, 14]] * 4  # 15 positions
-    assert g.L.shape == (4, 4, 4)
-    again = type(g).load(g.save(tmp_path / "g.safetensors"))
-    close(again.L, g.L)
-    assert (again.heads, again.cells, again.provenance) == (g.heads, g.cells, g.provenance)
-    assert g.head("L1H2") == 2
-    with pytest.raises(GeometryError, match="heads"):
-        g.head((0, 1))
-    W = without_diagonal(dense(factors_at(tlg.view(model), 1, "OV")))
-    centring = torch.eye(32).double() - 1 / 32  # positional directions have one dimension less
-    reachable = (centring @ W @ centring).square().sum((1, 2)) / W.square().sum((1, 2))
-    close(g["null"], 16 / 31**2 * reachable)
-    short = tlg.decompose(model, tokens(12, 10), states=[0], progress=False)
-    wide = tlg.weight_geometry(model, short, layers=0)
-    k = int(wide["k"][0])
-    assert k < 20
-    assert wide.L.shape == (4, 20, 20)
-    assert not wide.L[:, k:].any()
-    assert wide.L[:, :k, :k].all()
-
-
 # ---- drawn nulls
 
 CONTEXTS, POSITIONS, D = 32, 24, 32

@@ -18,7 +18,6 @@ from tests.lib.models import HAS_HOOKED, D, loadable, tiny, tiny_hooked, tokens
 from tests.lib.reference import scores as reference
 
 PROMPTS, MANY = tokens(batch=4, length=14, seed=7), tokens(batch=16, length=12, seed=3)
-SIDES = ("query", "key", "value")
 QUIET: dict[str, Any] = {"progress": False}
 
 
@@ -32,12 +31,6 @@ def composed(model: Any, prompts: Tensor = PROMPTS, **options: Any) -> Any:
 
 def far(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().max())
-
-
-def refused(call: Any, kind: type[Exception] = tlg.GeometryError) -> Any:
-    with pytest.raises(kind) as caught:
-        call()
-    return caught.value.what  # pyright: ignore[reportAttributeAccessIssue]
 
 
 # ---- shares by writer
@@ -85,19 +78,6 @@ def test_sweep_and_composition_are_marginals_of_the_split(architecture: str) -> 
         assert bool(table.gs[:, 2].isnan().all())
         found.append(sweep)
     assert all(far(one.cs, found[0].cs) < 5e-5 for one in found)
-
-
-def test_steps_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A large model's writes are formed a few positions at a time, and not kept."""
-    model, names = tiny("bridge", "gemma2", dtype=torch.float64), ("cs", "gs", "other_gs", "cosine")
-    whole, sweep = composed(model, drop=3), swept(model)
-    for size in (1, 2**17):
-        monkeypatch.setattr("tl_geometry.circuits.head_readers.WORKING_SET", size)
-        parts = composed(model, drop=3)
-        for name in names:
-            here, there = getattr(parts, name), getattr(whole, name)
-            assert torch.allclose(here, there, rtol=1e-9, atol=1e-9, equal_nan=True), name
-        assert far(swept(model).cs, sweep.cs) < 1e-9
 
 
 def test_batches_do_not_matter_and_dropped_positions_are_those_of_the_basis() -> None:
@@ -247,27 +227,3 @@ def test_intervals_are_a_jackknife_over_groups_of_prompts(architecture: str) -> 
 
 
 # ---- the table, and what is refused
-
-
-def test_rows_have_the_strongest_writers_of_a_side_first() -> None:
-    table = composed(tiny("bridge", "gpt2"), heads=["L1H2", "L0H1", "L1H0"])
-    assert table.heads == ((1, 2), (0, 1), (1, 0))  # in the order asked for
-    rows = table.to_dataframe()
-    assert len(rows) == 3 * (len(table.parts) + len(table.parts) + 4)
-    assert not (rows["part"].str.startswith("L1") | (rows["part"] == "mlp1")).any()
-    for (layer, head, side), of_side in rows.groupby(["layer", "head", "side"], sort=False):
-        at = table.heads.index((layer, head)), SIDES.index(side)
-        values = dict(zip(table.parts, table.cs[at].tolist()))
-        assert of_side["cs"].tolist() == [values[part] for part in of_side["part"]]
-        assert of_side["cs"].abs().is_monotonic_decreasing
-
-
-def test_prompts_and_positions_that_leave_nothing_are_refused() -> None:
-    model = tiny("bridge", "gpt2")
-    assert composed(model, PROMPTS[:2], batch_size=2).drop == 0
-    assert refused(lambda: composed(model, batch_size=1)) == "tokens"
-    assert composed(model, queries=3, drop=3).queries == (3,)
-    assert refused(lambda: composed(model, queries=2, drop=3)) == "queries"
-    assert refused(lambda: composed(model, queries="end")) == "position"
-    assert composed(model, drop=12).drop == 12
-    assert refused(lambda: composed(model, drop=13)) == "drop"

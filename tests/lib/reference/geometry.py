@@ -14,7 +14,7 @@ from scipy.linalg import subspace_angles
 from scipy.optimize import root_scalar
 from torch import Tensor
 
-from tests.lib.reference.decoder import Decoder, Norm, Run
+from tests.lib.reference.decoder import Decoder, Run
 
 # -- ranks and norms (SPEC B.1 to B.3) -------------------------------------------------------------
 
@@ -49,12 +49,6 @@ def stable_rank(P: np.ndarray) -> float:
     return float((s**2).sum() / s[0] ** 2)
 
 
-def explained(P: np.ndarray, rank: int, power: int = 1) -> float:
-    """``sum_(i <= r) s_i^power / sum s_i^power`` (SPEC B.2)."""
-    s = np.linalg.svd(P, compute_uv=False) ** power
-    return float(s[:rank].sum() / s.sum())
-
-
 def relative_norm(h: np.ndarray, *, centred: bool = True) -> float:
     """``|P tiled over contexts|_op / |M|_op`` of ``h [context position d]`` in its window, M = h -
     mean (paper) or h (reference; SPEC B.3)."""
@@ -87,6 +81,12 @@ def low_frequency_share(P: np.ndarray, frequencies: int = 10) -> float:
     """``sum_(k < K) F_kk / tr F`` (SPEC B.6)."""
     diagonal = np.diag(fourier(P))
     return float(diagonal[:frequencies].sum() / diagonal.sum())
+
+
+def off_diagonal_share(P: np.ndarray) -> float:
+    """``1 - sum F_kk^2 / sum F_kl^2`` (SPEC B.6)."""
+    F = fourier(P)
+    return float(1 - (np.diag(F) ** 2).sum() / (F**2).sum())
 
 
 def smoothness(P: np.ndarray, m: int = 1) -> float:
@@ -175,36 +175,6 @@ def head_matrix(decoder: Decoder, layer: int, head: int, matrix: str) -> np.ndar
     return (read @ block.by_head(block.W_V, 0)[head] @ block.W_O[head] @ A).numpy()
 
 
-class LowRankDiagonal(NamedTuple):
-    """``W = V L V^T + diag(delta) + rest``, and shares of |W|^2 explained."""
-
-    L: np.ndarray
-    delta: np.ndarray
-    r2_low_rank: float
-    r2_diagonal: float
-    r2_joint: float
-
-
-def low_rank_diagonal(W: np.ndarray, V: np.ndarray) -> LowRankDiagonal:
-    """SPEC D.2 by least squares over all d^2 entries; V ``[d k]`` orthonormal."""
-    d, k = V.shape
-    columns = [np.outer(V[:, a], V[:, b]).ravel() for a in range(k) for b in range(k)]
-    columns += [np.diag(np.eye(d)[i]).ravel() for i in range(d)]
-    design = np.stack(columns, 1)
-    found = np.linalg.lstsq(design, W.ravel(), rcond=None)[0]
-    energy, rest = (W**2).sum(), W.ravel() - design @ found
-    low_rank = ((V.T @ W @ V) ** 2).sum() / energy
-    diagonal = (np.diag(W) ** 2).sum() / energy
-    joint = 1 - (rest**2).sum() / energy
-    return LowRankDiagonal(found[: k * k].reshape(k, k), found[k * k :], low_rank, diagonal, joint)
-
-
-def concentration(W: np.ndarray, V: np.ndarray) -> float:
-    """``kappa = |V^T W_o V|^2 / |W_o|^2``, W_o = W without its diagonal (SPEC D.1)."""
-    off = W - np.diag(np.diag(W))
-    return float(((V.T @ off @ V) ** 2).sum() / (off**2).sum())
-
-
 def token_rows(decoder: Decoder, layer: int, matrix: str) -> tuple[np.ndarray, np.ndarray]:
     """Rows ``[token d]`` that left and right singular vectors are read in (SPEC D.3, canonical):
     token embeddings after the block's norm without gain and bias; for the right side of W_OV the
@@ -254,15 +224,6 @@ def angle(a: Tensor, b: Tensor) -> Tensor:
     """``2 atan2(|a - b|, |a + b|)`` of unit vectors."""
     a, b = (x / x.norm(dim=-1, keepdim=True) for x in (a, b))
     return 2 * torch.atan2((a - b).norm(dim=-1), (a + b).norm(dim=-1))
-
-
-def update_split(norm: Norm, state: Tensor, update: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Radial part ``<u, h> / |h|``, tangential length, and the angle by which u turns h (both
-    centred where the norm centres)."""
-    h, u = norm.centre(state), norm.centre(update)
-    radial = (u * h).sum(-1) / h.norm(dim=-1)
-    across = u - radial.unsqueeze(-1) * h / h.norm(dim=-1, keepdim=True)
-    return radial, across.norm(dim=-1), angle(h, h + u)
 
 
 class Paths(NamedTuple):

@@ -7,7 +7,7 @@ after the norm, without gain and bias). Norm scales are those of the whole input
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -152,14 +152,6 @@ class Shares(NamedTuple):
                 sums[-1][term[side]] = sums[-1].get(term[side], 0.0) + value
         return sums[0], sums[1]
 
-    def groups(self) -> dict[str, tuple[float, float]]:
-        """cs and gs of groups of terms."""
-        found: dict[str, tuple[float, float]] = {}
-        for term, value in self.cs.items():
-            cs, gs = found.get(group_of(term), (0.0, 0.0))
-            found[group_of(term)] = cs + value, gs + self.gs[term]
-        return found
-
 
 def shares(
     terms: Mapping[Term, Tensor], allowed: Tensor, *, drop: int = 0, cap: float | None = None
@@ -211,16 +203,3 @@ def plane_terms(decoder: Decoder, layer: int, q: Tensor, k: Tensor) -> Tensor:
         pair = [m, m + half]
         planes.append(torch.einsum("bihe,bjhe->bhij", q[..., pair], k[..., pair]))
     return decoder.blocks[layer].score_scale * torch.stack(planes)
-
-
-def relative_kernel(decoder: Decoder, layer: int, mean: Tensor, offsets: Sequence[int]) -> Tensor:
-    """``kappa_m(D) = scale <R_D q, k>`` in plane m, with the projected mean (and constants) of a
-    normalised basis, ``[m h offset]`` (SPEC L)."""
-    block = decoder.blocks[layer]
-    x = mean * block.norm.gain + block.norm.bias
-    q = torch.einsum("d,rde->re", x, block.W_Q) + block.b_Q
-    k = block.by_head(torch.einsum("d,rde->re", x, block.W_K) + block.b_K, dim=0)
-    far = torch.tensor(list(offsets))
-    turned = decoder.rotate(q.expand(len(far), *q.shape), far)
-    at_zero = k.expand(1, 1, *k.shape)
-    return plane_terms(decoder, layer, turned.unsqueeze(0), at_zero)[:, 0, :, :, 0]

@@ -303,7 +303,6 @@ def _paths(w: World, *, controls: int = 0, receivers: Any = None, **options: Any
 RUNS = {"*": (1e-4, "a difference of two runs of the model, smaller than either")}
 NEAR_ZERO = "a difference of mean losses that is near zero"
 SMALL = {"necessity, *": (2e-3, NEAR_ZERO), **RUNS}
-BY_PROMPT = {"loss": 1, "effect by prompt": -1, "metric, clean": 0}
 
 EFFECTS = (
     Subject(

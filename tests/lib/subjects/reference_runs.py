@@ -268,7 +268,7 @@ def truncation(w: World, variant: str, answers: Answers) -> Expected:
     found = []
     for K in answers["directions"].astype(int):
         logits = flow.truncated(model, w.prompts, U, K)
-        found.append(flow.distances(logits, own).kl)
+        found.append(flow.divergence(logits, own))
     kl = torch.stack(found)
     error = kl.std(1) / kl.shape[1] ** 0.5
     return {"KL(truncated | own), mean and error": torch.stack([kl.mean(1), error])}

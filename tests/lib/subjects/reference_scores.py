@@ -20,6 +20,7 @@ from tests.lib.worlds import World
 Expected = Mapping[str, Any]
 WINDOW = 1
 """The first position of the default window."""
+ENDS = ("_top", "_bottom")
 
 
 @cache
@@ -214,14 +215,18 @@ def sweep(w: World, variant: str, answers: Answers) -> Expected:
 
 
 def readout(w: World, variant: str, answers: Answers) -> Expected:
-    """Singular values of dense W_QK (at offset 0) and W_OV."""
+    """Singular values of dense W_QK (at offset 0) and W_OV, and the tokens at the ends of their
+    directions."""
     if variant == "OV" and w.kind == "gemma2":
         return {}  # a norm follows W_OV
+    k = answers["ids at the left ends"].shape[-1]
     of = [
-        geometry.token_readout(decoder(w.kind), layer, head, variant).values
+        geometry.token_readout(decoder(w.kind), layer, head, variant, 3, k)
         for layer, head in places(answers["heads"])
     ]
-    return {"singular values": np.stack(of)}
+    ends = lambda side: [np.concatenate([getattr(r, side + end) for r in of]) for end in ENDS]
+    found = {f"ids at the {side} ends": np.stack(ends(side)) for side in ("left", "right")}
+    return found | {"singular values": np.stack([r.values for r in of])}
 
 
 def positional(w: World, variant: str, answers: Answers) -> Expected:
@@ -230,13 +235,23 @@ def positional(w: World, variant: str, answers: Answers) -> Expected:
     pos = [parts_of(w, state).pos for state in range(decoder(w.kind).n_layers + 1)]
     inside = [h[:, WINDOW:].numpy() for h in states(w, "corpus")]
     of = lambda f, rows=pos: np.array([f(x) for x in rows])
+    k = 5 if variant == "bound of 5" else (min(pos[0].shape) - 2) // 2
+    s = [np.linalg.svd(P, compute_uv=False) for P in pos]
+    rank, threshold = np.array([geometry.screenot(x, pos[0].shape, k) for x in s]).T
+    kept = [x[: int(r)] for x, r in zip(s, rank)]
     return {
+        "measure.rank": rank,
+        "measure.threshold": threshold,
+        "measure.explained": np.array([a.sum() / b.sum() for a, b in zip(kept, s)]),
+        "measure.explained_energy": np.array([a @ a / (b @ b) for a, b in zip(kept, s)]),
         "measure.stable_rank": of(geometry.stable_rank),
         "measure.low_frequency": of(lambda P: geometry.low_frequency_share(P, frequencies)),
+        "measure.off_diagonal": of(geometry.off_diagonal_share),
         "measure.smoothness": of(geometry.smoothness),
         "measure.smoothness_2": of(lambda P: geometry.smoothness(P, 2)),
         "measure.roughness": of(geometry.roughness),
         "measure.fracture": of(lambda P: geometry.fracture(P)[0]),
+        "measure.fracture_at": of(lambda P: WINDOW + geometry.fracture(P)[1]),
         "measure.relative_norm": of(geometry.relative_norm, inside),
         "measure.relative_norm_reference": of(
             lambda h: geometry.relative_norm(h, centred=False), inside
@@ -252,11 +267,18 @@ def contextual(w: World, variant: str, answers: Answers) -> Expected:
         f"measure.incoherence_{name}": np.array([getattr(c, name) for c in cosines])
         for name in ("max", "avg", "rms", "signed")
     }
+    overlap = [geometry.subspace_overlap(p.pos, p.ctx, 5) for p in parts]
+    found["measure.overlap"] = np.array(overlap)
     if variant == "documents":
         labels = [row[1] % 4 for row in w.corpus.tolist()]
         of = [geometry.cluster_similarity(p.ctx, labels) for p in parts]
         found |= {"measure.intra": np.array([x for x, _ in of])}
         found |= {"measure.inter": np.array([x for _, x in of])}
+        points = np.repeat(labels, w.corpus.shape[1] - WINDOW).tolist()
+        raw = [h[:, WINDOW:].numpy() for h in states(w, "corpus")]
+        for name, rows in (("raw", raw), ("cvec", [h - p.pos for h, p in zip(raw, parts)])):
+            flat = [geometry.compactness(h.reshape(-1, h.shape[-1]), points) for h in rows]
+            found[f"measure.compactness_{name}"] = np.array(flat)
     return found
 
 
