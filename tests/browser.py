@@ -157,19 +157,6 @@ class Page:
         """Move the mouse."""
         self.tab.mouse.move(x, y)
 
-    def click(self, x: float, y: float) -> None:
-        """Press and release the left button."""
-        self.tab.mouse.click(x, y)
-
-    def resize(self, width: int, height: int) -> None:
-        """Make the window larger or smaller."""
-        self.tab.set_viewport_size({"width": width, "height": height})
-
-    def screenshot(self, path: Path) -> Path:
-        """The visible part of the page as PNG."""
-        self.tab.screenshot(path=path)
-        return path
-
     @property
     def requests(self) -> list[str]:
         own = ("data:", "blob:", "about:")

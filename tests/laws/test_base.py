@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,13 +14,10 @@ from jaxtyping import Float
 from scipy import stats
 from torch import Tensor
 
-import tl_geometry as tlg
 from tl_geometry.base import linalg
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.base.intervals import LeftOut, jackknife_interval, paired_interval, sign_flip_p
-from tl_geometry.base.results import Provenance
 from tl_geometry.base.sums import Sums
-from tl_geometry.base.tables import Table
 
 pytestmark = pytest.mark.once
 
@@ -61,30 +57,6 @@ def test_the_numerical_rank_is_that_of_numpy(shape: tuple[int, ...]) -> None:
     X = normal(*shape, seed=1)
     values = torch.linalg.svdvals(X)
     assert linalg.numerical_rank(values, shape).tolist() == np.linalg.matrix_rank(X).tolist()
-
-
-def test_signs_follow_the_largest_coordinate_of_the_right_vectors() -> None:
-    matrix = normal(2, 7, 5)
-    for found in (
-        linalg.svd(matrix),
-        linalg.product_svd(matrix, torch.eye(5).double().expand(2, 5, 5)),
-    ):
-        U, S, V = found
-        assert torch.allclose(U * S.unsqueeze(-2) @ V.mT, matrix, atol=1e-12)
-        peak = V.gather(-2, V.abs().argmax(-2, keepdim=True))
-        assert bool((peak > 0).all())
-        flipped = linalg.svd(-matrix)
-        assert torch.allclose(flipped.V, V, atol=1e-10)
-        assert torch.allclose(flipped.U, -U, atol=1e-10)
-
-
-def test_angles_are_right_near_zero_and_near_pi() -> None:
-    for theta in (1e-9, 0.3, 2.0, math.pi - 1e-9, math.pi):
-        a = torch.tensor([2.0, 0.0], dtype=torch.float64)
-        b = 5 * torch.tensor([math.cos(theta), math.sin(theta)], dtype=torch.float64)
-        assert float(linalg.angle(a, b)) == pytest.approx(theta, rel=1e-12, abs=1e-15)
-    for pair in ((a, 0 * b), (0 * a, b)):
-        assert bool(linalg.angle(*pair).isnan())
 
 
 @pytest.mark.parametrize(("rows", "columns", "rank"), [(7, 5, 3), (5, 7, 3), (4, 4, 6)])
@@ -193,20 +165,3 @@ def test_sums_add_and_go_along_their_axes() -> None:
     assert torch.equal(Norms.stack([one.pooled()] * 2).counts, torch.tensor([3.0, 3.0]))
     with pytest.raises(GeometryError, match="sums"):
         one + Sums()  # type: ignore[operator]
-
-
-def test_any_result_opens_from_its_file(tmp_path: Path) -> None:
-    """Equal results are equal bytes; one changed byte, another class and another file are
-    refused."""
-    table = Table(provenance=Provenance(corpus="mine"), names=("a",), cells=((1.5,), (None,)))
-    paths = [table.save(tmp_path / f"{i}.safetensors") for i in range(2)]
-    assert paths[0].read_bytes() == paths[1].read_bytes()
-    for again in (tlg.load(paths[0]), Table.load(paths[0])):
-        assert (again.cells, again.provenance) == (table.cells, table.provenance)
-    with pytest.raises(GeometryError, match="schema"):
-        tlg.PositionContext.load(paths[0])
-    whole = paths[0].read_bytes()
-    for changed in (whole.replace(b"mine", b"mima"), b"no file", whole.replace(b"Table", b"Tablo")):
-        paths[1].write_bytes(changed)
-        with pytest.raises(GeometryError):
-            tlg.load(paths[1])

@@ -81,16 +81,6 @@ def test_contrast_sums_to_the_difference_of_the_metric(kind: str) -> None:
     assert far(gradient.node_scores[0], found.node_scores[0]) > 1e-3  # which does not sum
 
 
-def test_a_metric_of_the_users_is_a_sum_too() -> None:
-    def metric(logits: Tensor) -> Tensor:
-        return logits[:, -1].log_softmax(-1)[:, 5] + logits[:, 3, 7]
-
-    with InDouble():
-        found = tlg.edge_scores(exact("llama"), PROMPTS, counterfactual=OTHERS, metric=metric)
-    wanted = found.clean - found.counterfactual
-    assert float(found.node_scores[0]) == pytest.approx(wanted, abs=1e-9)
-
-
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen3"])
 def test_near_prompts_have_the_gradients_scores(kind: str) -> None:
     """Token 60 becomes a neighbour of token 4, at a distance that shrinks tenfold."""
@@ -199,13 +189,3 @@ def test_areas_have_intervals_over_prompts_and_a_null() -> None:
 
 
 # ---- a mixture of experts
-
-
-def test_experts_are_readers_and_writers_by_gradient_and_refused_between_two() -> None:
-    model = tiny("bridge", "gpt-oss")
-    options: dict[str, Any] = {"counterfactual": OTHERS, "answer": ANSWERS}
-    found = tlg.edge_scores(model, PROMPTS, method="gradient", **options)
-    into = by_reader(found)[found.layout.readers.index("mlp1")]
-    assert float(into.abs().max()) > 1e-3
-    with pytest.raises(tlg.UnsupportedModelError, match="experts"):
-        tlg.edge_scores(model, PROMPTS, **options)

@@ -326,21 +326,6 @@ def test_groups_hold_every_prompt_once_with_all_that_belongs_to_it(lengths: list
     assert subset[1].ids[0].tolist() == rows[-1]
 
 
-def test_texts_and_ids_are_one_thing(model: Any) -> None:
-    by_text = prompts(model, ["w4 w5", "w6 w7 w8"], answers=["w9", "w10"], prepend_bos=False)
-    by_ids = prompts(model, [[4, 5], [6, 7, 8]], answers=[9, 10])
-    assert all(map(torch.equal, by_text.ids, by_ids.ids))
-    assert torch.equal(by_text.answers, by_ids.answers)  # type: ignore[arg-type]
-    assert prompts(model, "w4").ids[0].tolist() == [BOS, 4]
-    for one in ([4, 5], torch.tensor([4, 5]), TokenWindows(tokens=ROWS[:1, :2], has_bos=False)):
-        assert len(prompts(model, one)) == 1
-    assert prompts(model, ROWS).tokens.tolist() == ROWS.tolist()
-    assert as_tokens(model, prompts(model, ROWS)).tokens.tolist() == ROWS.tolist()
-    for nothing in ([], "", ["w4", ""], 3, None):
-        call = lambda nothing=nothing: prompts(model, nothing, prepend_bos=False)
-        assert refused(call).what in ("texts", "tokens", "prepend_bos")
-
-
 @pytest.mark.parametrize(
     ("answers", "expected"),
     [
@@ -378,19 +363,6 @@ def test_positions_are_found_by_text(embedded: Any) -> None:
     for value in ("absent", "x", "ge"):  # not there, twice, a part of a token
         error = refused(lambda value=value: prompts(embedded, texts[0], positions={"p": value}))
         assert error.what == "position 'p' of prompt 0"
-
-
-def test_a_rendered_chat_template_gets_no_second_bos(embedded: Any) -> None:
-    body = "def get(x, y): return x"
-    options: dict[str, Any] = {"positions": {"name": "get"}}
-    for bos in (True, False, None):
-        rendered = prompts(embedded, END + body, prepend_bos=bos, **options)
-        assert rendered.has_bos
-        plain = prompts(embedded, body, prepend_bos=True, **options)
-        assert rendered.ids[0].tolist() == plain.ids[0].tolist()
-        token = int(rendered.ids[0][rendered.at("name")[0]])
-        assert tlg.view(embedded).decode([token]) == [" get"]
-    assert not prompts(embedded, body, prepend_bos=False, **options).has_bos
 
 
 # ---- nulls ---------------------------------------------------------------------------------------

@@ -21,7 +21,6 @@ from tests.lib.models import tiny, tokens
 from tests.lib.reference import moments as reference
 from tl_geometry import PositionContext, decompose, decompose_activations
 from tl_geometry.corpus import TokenWindows
-from tl_geometry.decomposition import position_context
 
 pytestmark = pytest.mark.once
 
@@ -193,69 +192,7 @@ def test_float32_products_stay_accurate_where_plain_ones_fail() -> None:
     assert (plain - exact).abs().max() > 1e-3 * exact.trace()
 
 
-def test_groups_are_the_sums_of_their_contexts_and_samples_are_whole_states() -> None:
-    h = random_states(2, 11, 4, 3)
-    basis = decompose_activations(h, groups=4, keep=5, batch_size=2, labels=torch.arange(11) % 3)
-    assert basis.group_counts.sum() == 11
-    for group in range(len(basis.group_counts)):
-        assert close(
-            basis.moments.sums[group],
-            h[:, torch.repeat_interleave(basis.group_counts) == group].sum(1),
-        )
-    assert basis.sample_states is not None
-    assert basis.sampled is not None
-    assert close(basis.sample_states.double(), h[:, basis.sampled].transpose(0, 1), 1e-6)
-    again = decompose_activations(h, keep=5, batch_size=11)
-    assert again.sampled is not None
-    assert torch.equal(again.sampled, basis.sampled)  # whatever the batches
-    seeds = {tuple(decompose_activations(h, keep=5, seed=s).sampled.tolist()) for s in range(6)}  # type: ignore[union-attr]
-    assert len(seeds) > 1
-    assert decompose_activations(h).sample_states is None
-
-
 # ---- models --------------------------------------------------------------------------------------
-
-
-def test_only_the_blocks_that_are_needed_run_and_never_the_output_head() -> None:
-    model, ran = tiny("bridge", "gpt2"), []
-    tlg.view(model)  # which looks at a model that is new to it
-    inner = model.original_model
-    blocks = inner.transformer.h
-    watched = {"0": blocks[0].mlp, "1": blocks[1].mlp, "head": inner.lm_head}
-    handles = [
-        module.register_forward_hook(lambda *_, name=name: ran.append(name))
-        for name, module in watched.items()
-    ]
-    try:
-        for states, expected in (([0, 1], ["0"]), (None, ["0", "1"])):
-            basis = decompose(model, tokens(3, 8), states=states, groups=1, **QUIET)
-            assert ran == expected
-            ran.clear()
-        model(tokens(3, 8), return_type="logits")
-        assert ran == ["0", "1", "head"]  # the twin
-    finally:
-        for handle in handles:
-            handle.remove()
-    assert not any(t.is_inference() for t in (*basis.moments.tensors().values(), ctx_of(basis)))
-
-
-def test_a_basis_of_a_large_model_can_be_mailed(tmp_path: Path) -> None:
-    """Float32 sums in a file above 40 MB (here of 1 kB): what is read is the basis to its
-    rounding, also where a coordinate has a mean of thousands; sums of squares stay."""
-    h = random_states(2, 12, 200, 16)
-    h[..., 2] += 3000
-    basis = decompose_activations(h)
-    sizes = []
-    for limit in (position_context.MAILED, 1000):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(position_context, "MAILED", limit)
-            path = basis.save(tmp_path / f"{limit}.safetensors")
-        lean = PositionContext.load(path)
-        sizes.append(path.stat().st_size)
-        assert close(lean.mean, basis.mean, 1e-9)
-        assert close(lean.pos, basis.pos, 1e-6)
-        assert close(lean.anova().pos, basis.anova().pos, 1e-6)
-    assert sizes[1] < 0.65 * sizes[0]
 
 
 @pytest.mark.parametrize("copies", [2, 8])
@@ -475,23 +412,6 @@ def test_a_file_holds_mean_and_pos_and_all_else_only_if_asked(tmp_path: Path) ->
     assert "full=True" in str(refused(lambda: lean.second_moment(1)).instead)
     sizes = [(tmp_path / f"{name}.safetensors").stat().st_size for name in ("lean", "full")]
     assert sizes[0] < sizes[1] / 4
-
-
-def test_groups_of_shards_are_contiguous_and_named_as_the_shards_are() -> None:
-    h = random_states(1, 20, 4, 3)
-    for cuts in ([8], [5, 10], [4, 8]):
-        shards = [decompose_activations(x, groups=4) for x in h.tensor_split(cuts, dim=1)]
-        counts, first = [0] * 4, 0
-        for n in torch.cat([shard.group_counts for shard in shards]).tolist():
-            counts[(first + n // 2) * 4 // 20] += n  # where its middle context is
-            first += n
-        joined = PositionContext.merge(iter(shards))
-        assert joined.group_counts.tolist() == counts
-        for group in range(4):  # contiguous, and the sums of their contexts
-            assert close(
-                joined.moments.sums[group],
-                h[:, torch.repeat_interleave(joined.group_counts) == group].sum(1),
-            )
 
 
 def test_a_shard_given_twice_is_refused_and_shared_contexts_are_said() -> None:

@@ -86,27 +86,6 @@ def test_pairs_are_those_of_the_dense_split(architecture: str) -> None:
     assert bool(missing.any())
 
 
-def test_batches_and_what_is_dropped_change_nothing() -> None:
-    model = tiny("bridge", "gpt2", dtype=torch.float64)
-    activations, decoder, bias = orthonormal(model, 6)
-    whole = shares(model, (activations, decoder, bias), drop=2)
-    louder = activations.clone()
-    louder[:, :2] *= 50  # the positions that are left out
-    for found in (
-        *(shares(model, (activations, decoder, bias), drop=2, batch_size=n) for n in (1, 2)),
-        shares(model, (louder, decoder, bias), drop=2),
-    ):
-        for name in ("cs", "gs", "pairs", "pair_cs", "pair_gs"):
-            assert far(getattr(found, name), getattr(whole, name)) < 1e-9, name
-        assert found.unexplained == pytest.approx(whole.unexplained, rel=1e-9)
-    h = states(model)[:, 2:]
-    error = h - (activations[:, 2:] @ decoder + bias)
-    assert whole.unexplained == pytest.approx(float(error.square().sum() / h.square().sum()))
-    assert far(whole.cs, shares(model, (activations, decoder, bias)).cs) > 1e-3
-    assert refused(lambda: shares(model, (activations, decoder, bias), drop=9)) == "drop"
-    assert refused(lambda: shares(model, (activations, decoder, bias), per_cell=-1)) == "per_cell"
-
-
 class Rescaled:
     """What an SAELens object looks like: here states have norm sqrt(d) and mean zero inside."""
 

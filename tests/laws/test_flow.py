@@ -214,34 +214,6 @@ def langevin(alpha: float = 0.3, rate: float = 0.4) -> tuple[flow.LangevinModel,
     return flow.LangevinModel.fit(X, noise=(alpha, rate)), X
 
 
-def test_moments_compose_and_add_up() -> None:
-    fitted, X = langevin()
-    Phi = fitted.transition(2.0, 4.0) @ fitted.transition(1.0, 2.0)
-    assert torch.allclose(Phi, fitted.transition(1.0, 4.0))
-    mean, C = normal(3, seed=1), torch.eye(3).double()
-    once = fitted.moments(mean, C, 1.0, 4.0)
-    twice = fitted.moments(*fitted.moments(mean, C, 1.0, 3.0), 3.0, 4.0)
-    assert all(torch.allclose(a, b) for a, b in zip(once, twice, strict=True))
-    # without noise: rotation and stretch of Eq. 1
-    moved = fitted.transition(1.0, 3.0) @ X[:, 0].mT
-    assert torch.allclose(moved.mT, flow.flow_map(flow.fit_aligned_bases(X), 0, 2)(X[:, 0]))
-
-
-def test_noise_without_stretching_is_the_increment_law_and_with_it_is_not() -> None:
-    U = torch.eye(3).double().repeat(3, 1, 1)
-    steady = flow.LangevinModel(
-        U=U, S=torch.ones(3, 3).double(), times=torch.arange(1, 4).double(), alpha=0.5, rate=0.3
-    )
-    expected = 0.5 * (math.exp(0.9) - math.exp(0.3))
-    covariance = steady.noise_covariance(1.0, 3.0)
-    assert torch.allclose(covariance, expected * torch.eye(3).double(), rtol=1e-9)
-    S = torch.tensor([1.0, 2.0, 4.0]).double()[:, None] ** torch.arange(3.0)
-    moving = dataclasses.replace(steady, S=S)
-    spread = moving.noise_covariance(1.0, 3.0).diagonal()
-    assert spread[0] == pytest.approx(expected)
-    assert spread[2] > 2 * spread[0]  # not isotropic
-
-
 def test_samples_have_the_moments_and_seeds_decide() -> None:
     fitted, X = langevin()
     x = X[:1, 0]
@@ -262,18 +234,6 @@ def test_samples_have_the_moments_and_seeds_decide() -> None:
 
 
 # ---- ensembles
-
-
-@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
-def test_the_state_after_the_norm_is_the_last_hidden_state(architecture: str) -> None:
-    ids = tokens(7, 9)
-    found = flow.trajectories(tiny("bridge", architecture), ids, post_norm=True, **QUIET)
-    with torch.no_grad():
-        hidden = hf_model(architecture)(ids, output_hidden_states=True).hidden_states
-    assert torch.allclose(found.after_norm().X[:, -1], hidden[-1][:, -1], atol=1e-4)
-    assert not torch.allclose(found.X[:, -1], hidden[-1][:, -1], atol=1e-1)
-    with pytest.raises(GeometryError, match="post_norm"):
-        flow.trajectories(model(), ids, **QUIET).after_norm()
 
 
 def test_halves_share_no_chunk_and_no_document() -> None:

@@ -490,31 +490,3 @@ def test_sums_of_edits_are_edits() -> None:
 
 
 # ---- what would be wrong is refused
-
-
-@cache
-def plain_basis() -> Any:
-    return tlg.decompose(tiny("bridge", "gpt2", text=True), CORPUS, **QUIET)
-
-
-@pytest.mark.parametrize("point", ["hook_q", "hook_k", "hook_z"])
-def test_other_hooks_on_an_edited_head_are_refused(point: str) -> None:
-    """And those on a head that is not edited are not."""
-    model = tiny("bridge", "gpt2", text=True)
-    edit = interventions.term(model, plain_basis(), "content", "L1H0")
-    for head, wrong in ((0, True), (3, False)):
-
-        def patch(value: Tensor, hook: Any, head: int = head) -> Tensor:
-            value = value.clone()
-            if value.dim() == 3:
-                value[..., 8 * head : 8 * head + 8] += 1
-            else:
-                value[:, :, head] += 1
-            return value
-
-        hooks = [(f"blocks.1.attn.{point}", patch), *edit]
-        if wrong:
-            error = tlg.ReconstructionError
-            refused("inside an edit", model.run_with_hooks, IDS, error=error, fwd_hooks=hooks)
-        else:
-            model.run_with_hooks(IDS, fwd_hooks=hooks)

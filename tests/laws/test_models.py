@@ -76,42 +76,6 @@ def test_planted_faults_are_far_outside_the_bound(architecture: str) -> None:
         assert fault(layer).report({}, nothing).worst > 10, name
 
 
-@CLASSES
-def test_steering_hooks_act_in_every_number_and_are_named(model_class: str) -> None:
-    model, ids = fresh(model_class), tokens(2, 8)
-    plain = tlg.split_scores(model, ids, parts="blocks")
-    steered = lambda x, hook: x + 0.1 * torch.arange(x.shape[-1])
-    model.add_hook("blocks.1.hook_resid_pre", steered)
-    split = tlg.split_scores(model, ids, parts=two_parts(model, ids))
-    model.reset_hooks()
-    assert any("blocks.1.hook_resid_pre" in flag for flag in split.provenance.flags)
-    assert not torch.allclose(split.total()[-1], plain.total()[-1])
-
-
-def _broken(value: Tensor) -> Tensor:
-    raise ZeroDivisionError
-
-
-def two_parts(model: Any, ids: Tensor) -> dict[str, Tensor]:
-    """The stream of each block in two parts, under the hooks that act."""
-    seen = tlg.view(model)
-    states = seen.activations(ids, seen.state_hooks[:-1])
-    stream = torch.stack(list(states.values()))
-    return {"one": 0.25 * stream, "rest": 0.75 * stream}
-
-
-@CLASSES
-def test_hooks_of_the_user_stay_and_those_of_a_pass_go(model_class: str) -> None:
-    model, seen = fresh(model_class), []
-    model.add_hook("blocks.0.attn.hook_v", lambda x, hook: seen.append(x.shape))
-    before = {name: len(point.fwd_hooks) for name, point in model.hook_dict.items()}
-    with pytest.raises(ZeroDivisionError):
-        tlg.view(model).run(tokens(1, 6), {"blocks.1.attn.hook_z": _broken})
-    assert {name: len(point.fwd_hooks) for name, point in model.hook_dict.items()} == before
-    assert seen
-    assert seen[-1][1] == 6
-
-
 # ---- the state of model and machine
 
 
@@ -149,19 +113,6 @@ def test_rotary_frequencies_and_activations_are_part_of_the_fingerprint() -> Non
     mlp.act_fn = nn.GELU()
     with pytest.raises(tlg.GeometryError):
         tlg.split_scores(model, tokens(2, 6), basis)
-
-
-def test_a_view_of_a_model_that_changed_is_made_anew() -> None:
-    model = fresh("bridge")
-    seen = tlg.view(model)
-    assert tlg.view(seen).fingerprint == seen.fingerprint
-    next(model.parameters()).data.mul_(1.5)
-    now = tlg.view(seen)
-    assert type(now) is type(seen)
-    assert now.fingerprint != seen.fingerprint
-    assert (
-        tlg.decompose(seen, tokens(4, 8), progress=False).provenance.fingerprint == now.fingerprint
-    )
 
 
 # ---- the untrained control
@@ -229,16 +180,6 @@ def test_a_directory_is_loaded_offline_and_whole_or_refused(tmp_path: Path) -> N
     )
     with pytest.raises(tlg.GeometryError, match="q_proj"):
         tlg.load(folder)
-
-
-def test_a_model_in_memory_becomes_a_bridge() -> None:
-    ids = tokens(2, 9)
-    logits = hf_model("gpt2")(ids).logits
-    seen = tlg.view(tlg.load(hf_model("gpt2")))
-    assert seen.class_name == "TransformerBridge"
-    assert torch.allclose(seen.logits(ids), logits, atol=1e-4)
-    with pytest.raises(tlg.UnsupportedModelError, match=r"tl_geometry\.load"):
-        tlg.view(hf_model("gpt2"))
 
 
 def test_an_encoder_without_its_head_gives_states_alone(tmp_path: Path) -> None:

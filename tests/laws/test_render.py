@@ -149,13 +149,6 @@ def test_the_lists_of_a_graph_add_up(between: bool) -> None:
     assert abs(sums.iloc[0] - nodes["value"][1]) > 1e-3 * scale  # not of any other node
 
 
-def test_a_page_of_a_graph_says_what_wrote_most() -> None:
-    nodes = graph().nodes
-    best = nodes[nodes["kind"] == "head"].iloc[0]
-    title = render.graph_page(graph()).title
-    assert title.startswith(f"{best['component']} at {best['position']} wrote ")
-
-
 def test_too_large_a_page_is_refused_and_a_part_of_it_is_not() -> None:
     split = synthetic(48, 128)
     with pytest.raises(GeometryError, match="heads=") as refused:
@@ -269,15 +262,6 @@ def test_a_figure_is_the_same_in_every_form_and_run(tmp_path: Path) -> None:
         assert first.save(tmp_path / f"x.{form}").read_bytes().startswith(starts)
     assert "prefers-color-scheme:dark" in first.html()
     assert b"position" in first.svg()  # text stays text
-
-
-def test_a_table_of_ones_own_is_drawn_like_a_result() -> None:
-    table = anova()
-    mine = render.variance_shares(table.to_dataframe())
-    assert mine.title == render.variance_shares(table).title
-    assert mine.source == ""
-    with pytest.raises(GeometryError, match="ctx"):
-        render.variance_shares(table.to_dataframe().drop(columns="ctx"))
 
 
 def test_plot_finds_the_view_of_a_result() -> None:

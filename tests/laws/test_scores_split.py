@@ -39,21 +39,6 @@ def _way(architecture: str, way: tuple[str, bool] | None = None) -> tuple[str, s
 # ---- the terms add up
 
 
-def test_writers_of_several_layers_have_one_set_of_names() -> None:
-    """Those of the last layer; what has not written yet is zero."""
-    model = tiny("bridge", "gpt2")
-    split = tlg.split_scores(model, IDS, parts="writers")
-    assert split.parts[:4] == ("bias", "embed", "pos_embed", "constants")
-    late, early = split.parts.index("L0H1"), slice(0, 4)
-    assert float(split.q[late, :, :, early].abs().max()) == 0.0
-    assert float(split.q[late, :, :, 4:].abs().max()) > 0.1
-    with_bos = torch.cat([torch.zeros(2, 1, dtype=torch.int64), IDS[:, 1:]], 1)
-    named = tiny("bridge", "gpt2", text=True)
-    splits = [tlg.split_scores(named, x, parts="blocks") for x in (IDS, with_bos)]
-    starts = [(split.provenance.window or (None,))[0] for split in splits]
-    assert starts == [0, 1], "without a basis a BOS token is left out"
-
-
 @pytest.mark.once
 def test_parts_too_large_for_their_rounding() -> None:
     """A mean that holds an enormous vector which cvec cancels: first a flag, then a refusal."""
@@ -76,29 +61,6 @@ def test_parts_too_large_for_their_rounding() -> None:
 
 
 # ---- other ways in
-
-
-@pytest.mark.once
-def test_terms_are_taken_under_every_name_that_is_shown() -> None:
-    llama, gpt2 = basis_of("llama"), basis_of("gpt2")
-    shown = {}
-    for kind, fitted in (("llama", llama), ("gpt2", gpt2), ("llama", basis_of("llama", True))):
-        split = tlg.split_scores(tiny("bridge", kind), IDS, fitted, heads="L0H1")
-        shown[kind, fitted.provenance.normalized] = split.bias_label
-        expected = split.term("bias", "bias")
-        for name in (("bias", "bias"), "bias-bias", split.bias_label):
-            assert torch.equal(split.terms[name], expected)
-        table = split.shares()
-        assert split.bias_label in repr(table)
-        assert "bias-bias" in table.to_dataframe().term.tolist()
-        refused(lambda split=split: split.terms["pos-cvecs"])
-    assert shown == {
-        ("llama", False): "mean-mean",
-        ("gpt2", False): "bias-bias",
-        ("llama", True): "relative position",
-    }
-    qwen3 = tlg.split_scores(tiny("bridge", "qwen3"), IDS, basis_of("qwen3", True), heads="L0H1")
-    assert qwen3.bias_label == "mean-mean", "the scale of a QK-norm varies by token"
 
 
 # ---- rotary planes

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import tl_geometry as tlg
 from tests.lib.models import bridge_of, hf_model, tiny, tokens
-from tl_geometry import PositionContext, scores
+from tl_geometry import PositionContext
 
 QUIET: dict[str, Any] = {"progress": False}
 SEEN, FRESH = tokens(40, 12, seed=2), tokens(40, 12, seed=12)
@@ -92,35 +92,6 @@ def test_some_heads_in_any_order() -> None:
         assert torch.allclose(some.nulls[null], whole.nulls[null][rows], atol=1e-4)
         for name, scored in some.types.items():
             assert torch.equal(scored, whole.types[name][rows])
-
-
-@pytest.mark.once
-def test_the_table_of_a_sweep(tmp_path: Any) -> None:
-    table = sweep_of("llama", intervals=True)
-    frame = table.to_dataframe()
-    assert len(frame) == 8
-    assert frame["cs_content"].tolist() == pytest.approx(frame["cs_cvec-cvec"].tolist())
-    groups = frame[[f"gs_{group}" for group in table.groups]].sum(axis=1)
-    assert groups.tolist() == pytest.approx([1.0] * 8, abs=1e-6)
-    assert (frame.induction_uniform.nunique(), frame.induction_se.notna().all()) == (1, True)
-    top = table.top("induction", 3).to_dataframe()
-    assert top.induction.tolist() == sorted(frame.induction, reverse=True)[:3]
-    assert table.top("position", 1).to_dataframe()["cs_position"].item() == frame.cs_position.max()
-    assert (
-        table.top("mean-mean", 1).to_dataframe()["cs_bias-bias"].item()
-        == frame["cs_bias-bias"].max()
-    )
-    assert table.top("cs_mean-mean", 1).heads == table.top("cs_bias-bias", 1).heads
-    refused(lambda: table.top("inductions"))
-    again = scores.SweepTable.load(table.save(tmp_path / "sweep.safetensors"))
-    assert again.to_dataframe().equals(frame)
-    assert again.provenance == table.provenance
-    assert table.provenance.window == (1, 12)
-    assert table.provenance.contexts == 40
-    assert "left out" in " ".join(table.provenance.flags)
-    # corrected shares of the groups stand beside their bounds
-    low, value, high = (frame[f"cs_position_corrected{end}"] for end in ("_low", "", "_high"))
-    assert bool(((low < value) & (value < high)).all())
 
 
 # ---- intervals

@@ -248,19 +248,6 @@ def test_what_all_contexts_share_at_a_position_cancels_in_the_null() -> None:
     assert bool((strong["concentration"] > 2 * plain["concentration"]).any())
 
 
-def test_draws_are_those_of_a_seed_whichever_layers_are_asked_for() -> None:
-    h = states(4)
-    both, alone, other = geometry(h), geometry(h, layers=1), geometry(h, seed=1)
-    for name in ("noise_null", "noise_high"):
-        assert torch.equal(both[name][4:], alone[name])
-        assert not torch.allclose(both[name], other[name])
-    for contexts, groups, known in ((10, 8, True), (9, 8, False), (20, 3, False)):
-        basis = tlg.decompose_activations(h[:, :contexts], groups=groups)
-        found = tlg.weight_geometry(tiny("bridge", "gpt2"), basis, rank=3)
-        assert bool(found["p"].isfinite().all()) == known
-        assert any("no null of position" in f for f in found.provenance.flags) != known
-
-
 @pytest.mark.slow
 def test_the_p_value_is_uniform_without_position() -> None:
     """Size at nominal 5% over states that vary most where L0H1 reads; the twin takes the exact
@@ -275,42 +262,6 @@ def test_the_p_value_is_uniform_without_position() -> None:
 
 
 # ---- readouts
-
-
-@pytest.mark.parametrize("matrix", ["QK", "OV"])
-def test_both_sides_of_a_readout_and_its_table_by_numpy(matrix: str) -> None:
-    view, heads, k = tlg.view(tiny("bridge", "gpt2")), [(0, 1), (1, 3)], 4
-    r = tlg.token_readout(view, matrix=matrix, heads=heads[::-1], features=3, k=k)
-    assert r.heads == tuple(heads)
-    final, E, table = view.final_norm(), plain(view.embed()), iter(r.rows())
-    assert final is not None
-    for i, (layer, head) in enumerate(heads):
-        w, norm = view.weights(layer), view.attention_norm(layer)
-        W = {n: plain(getattr(w, f"W_{n}")[head]) for n in "QKVO"}
-        reads, writes = unit_variance(E, norm.eps), plain(view.unembed()).T
-        W |= {n: centred(W[n].T * plain(norm.gain)).T for n in "QKV"} | {"O": centred(W["O"])}
-        writes = centred(writes * plain(final.gain))
-        writes = writes - writes.mean(0)
-        product = W["V"] @ W["O"] if matrix == "OV" else W["Q"] @ W["K"].T / 8**0.5
-        U, S, Vt = np.linalg.svd(product)
-        assert np.allclose(r.values[i], S[:8], rtol=1e-5)
-        shares = np.cumsum(S[:8]) / S[:8].sum()
-        assert np.allclose(r.coverage[i], shares, rtol=1e-5)
-        for feature in range(3):
-            right = (writes if matrix == "OV" else reads) @ Vt[feature]
-            sign = 1 if right.max() >= -right.min() else -1
-            texts: list[str] = []
-            for side, scores in ((r.left, reads @ U[:, feature]), (r.right, right)):
-                order = np.argsort(sign * scores)
-                ends = (order[::-1][:k], order[:k])
-                assert side.ids[3 * i + feature].tolist() == [end.tolist() for end in ends]
-                found = side.scores[3 * i + feature]
-                assert np.allclose(found, [sign * scores[end] for end in ends], rtol=1e-3)
-                texts += [" ".join(f"<{t}>" for t in end) for end in ends]
-            value, share = float(r.values[i, feature]), pytest.approx(shares[feature])
-            assert next(table) == (layer, head, feature, value, share, False, *texts)
-    sides = ("queries", "keys") if matrix == "QK" else ("reads", "writes")
-    assert r.names[6:] == tuple(f"{side}{end}" for side in sides for end in ("", "_opposite"))
 
 
 def test_running_extremes_equal_a_full_sort_and_ties_come_by_id() -> None:

@@ -80,17 +80,6 @@ def test_sweep_and_composition_are_marginals_of_the_split(architecture: str) -> 
     assert all(far(one.cs, found[0].cs) < 5e-5 for one in found)
 
 
-def test_batches_do_not_matter_and_dropped_positions_are_those_of_the_basis() -> None:
-    model = tiny("bridge", "gpt2", dtype=torch.float64)
-    assert far(swept(model).cs, swept(model, batch_size=1).cs) < 1e-9
-    basis = tlg.decompose(model, tokens(24, 14, seed=2), window=(3, 14), **QUIET)
-    sweep = swept(model, basis=basis)
-    summed = marginals(tlg.split_scores(model, PROMPTS, basis, parts="writers").shares())
-    assert sweep.drop == 3
-    assert far(sweep.cs, summed.cs) < 1e-9
-    assert far(sweep.cs, swept(model).cs) > 0.01
-
-
 @pytest.mark.parametrize("architecture", ["gpt2", "llama"])
 @pytest.mark.parametrize("queries", [None, [4, 13]], ids=["all", "chosen"])
 def test_the_value_side_is_the_covariance_of_the_output(

@@ -90,7 +90,7 @@ def test_patterns_of_a_row_match_something(name: str) -> None:
             answers = answered(kind, name, variant)
             keys += [f"{variant}/{quantity}" for quantity in answers]
     patterns = [*subject.order, *subject.later, *subject.seeds, *subject.half, *subject.adds]
-    patterns += [*subject.tolerance, *subject.gauge, *subject.drawn]
+    patterns += [*subject.tolerance, *subject.gauge]
     patterns += [part for parts in subject.adds.values() for part in parts]
     for key in subject.without:
         law, _, pattern = key.partition(":")

@@ -14,7 +14,7 @@ from scipy.linalg import subspace_angles
 from scipy.optimize import root_scalar
 from torch import Tensor
 
-from tests.lib.reference.decoder import Decoder, Run
+from tests.lib.reference.decoder import Decoder, Norm, Run
 
 # -- ranks and norms (SPEC B.1 to B.3) -------------------------------------------------------------
 
@@ -156,7 +156,8 @@ def compactness(x: np.ndarray, labels: Sequence[int]) -> float:
         centre = rows.mean(0)
         within += (rows - centre).T @ (rows - centre) / len(x)
         between += len(rows) * np.outer(centre - mean, centre - mean) / len(x)
-    return float(np.trace(between @ np.linalg.inv(within)))
+    known = np.linalg.cond(within) < 1e9  # not where states lie in a subspace
+    return float(np.trace(between @ np.linalg.inv(within))) if known else np.nan
 
 
 # -- weights (SPEC D) ------------------------------------------------------------------------------
@@ -224,6 +225,15 @@ def angle(a: Tensor, b: Tensor) -> Tensor:
     """``2 atan2(|a - b|, |a + b|)`` of unit vectors."""
     a, b = (x / x.norm(dim=-1, keepdim=True) for x in (a, b))
     return 2 * torch.atan2((a - b).norm(dim=-1), (a + b).norm(dim=-1))
+
+
+def update_split(norm: Norm, state: Tensor, update: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Radial part ``<u, h> / |h|``, tangential length, and the angle by which u turns h (both
+    centred where the norm centres)."""
+    h, u = norm.centre(state), norm.centre(update)
+    radial = (u * h).sum(-1) / h.norm(dim=-1)
+    across = u - radial.unsqueeze(-1) * h / h.norm(dim=-1, keepdim=True)
+    return radial, across.norm(dim=-1), angle(h, h + u)
 
 
 class Paths(NamedTuple):

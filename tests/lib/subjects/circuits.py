@@ -223,7 +223,6 @@ SUBJECTS = (
         name="trace_logit",
         covers=("trace_logit", "LogitGraph"),
         call=_trace,
-        reference=reference.trace,
         answers=graph,
         variants={
             "one target": {"keep": 1.0},
@@ -313,7 +312,6 @@ SUBJECTS = (
         order={"metric": 1, "metric, *": 0},
         batches=(5,),
         seeds=("* of random circuits",),
-        drawn=("* of random circuits",),
     ),
     Subject(
         name="composition",
@@ -322,7 +320,6 @@ SUBJECTS = (
         answers=composed,
         variants={"writers": {}, "blocks": {"parts": "blocks"}, "last query": {"queries": -1}},
         seeds=("* of random directions",),
-        drawn=("* of random directions",),
         without={
             **dict.fromkeys(("order:bounds *", "order:* random *"), BLOCKS),
             "order:*another prompt": "another prompt is the next one",

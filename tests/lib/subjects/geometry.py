@@ -131,7 +131,6 @@ WEIGHTS = (
         variants={"QK": {}, "OV": {"matrix": "OV"}, "of rank 3": {"rank": 3}},
         gauge={"*": STATES},
         seeds=("concentration by chance", "excess and lift", "p of *"),
-        drawn=("concentration by chance", "excess and lift", "p of *"),
         without={
             "order:*": NO_ORDER,
             "seeds:*/p of *": "p is the least that so many draws allow",
@@ -281,7 +280,6 @@ MEASURES = (
         answers=dict,
         variants={"plain": {}, "bound of 5": {"k": 5, "frequencies": 6, "jackknife": False}},
         seeds=("* by chance *",),
-        drawn=("* by chance *", "measure.split_half"),
         gauge={"*": STATES},
         without={
             **{
@@ -300,7 +298,6 @@ MEASURES = (
         variants={"plain": {}, "documents": {"labels": _documents}},
         tolerance={"*compactness*": (1e-4, "the inverse of a covariance of few contexts")},
         seeds=("* by chance (flipped)", "* by chance (exchanged)", "* by chance (shuffled)"),
-        drawn=("* by chance *",),
         gauge={"*": STATES},
         without={
             **{

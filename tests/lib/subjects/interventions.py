@@ -111,7 +111,6 @@ EDITS = (
             "remove random ones": {"mode": "remove", "planes": [0], "draw": 3},
         },
         only={"*": rotary},
-        drawn=("remove random ones/*", "swap/*"),
         **EDIT,
         without={"order:swap/*": ORDERED},
         real=("remove",),
@@ -134,7 +133,6 @@ EDITS = (
             "remove embedding": {"mode": "remove", "writer": "embed", "head": "L0H1"},
             "swap by another prompt": {"mode": "swap", "seed": 2},
         },
-        drawn=("swap by another prompt/*",),
         **EDIT,
         without={"order:swap by another prompt/*": ORDERED},
         real=("remove key",),
@@ -150,7 +148,6 @@ EDITS = (
             "two heads": {"by": "mean", "reference": True, "heads": lambda w: w.heads},
             "another prompt": {"by": "prompt"},
         },
-        drawn=("another prompt/*",),
         **EDIT,
         gauge={"zero/*": ZERO},
         without={"order:another prompt/*": ORDERED},
@@ -171,7 +168,6 @@ EDITS = (
             "diagonal": lambda w: not w.rotary,
             "random directions": lambda w: not w.rotary,
         },
-        drawn=("random directions/*",),
         **EDIT,
     ),
 )
@@ -322,7 +318,6 @@ EFFECTS = (
         call=_edge_effects,
         answers=conditions,
         variants={"key": {}, "value": {"side": "value"}, "query": {"side": "query"}},
-        drawn=("loss", "change of loss, swap*"),
         tolerance=RUNS,
         gauge={"value/*": "processing moves the biases of values behind the heads"},
         order={"loss": 1},
@@ -344,7 +339,6 @@ EFFECTS = (
         order={"effect by prompt": 1, "metric, clean": 0},
         tolerance=RUNS,
         seeds=("effect of random sets", "effect beyond random sets*"),
-        drawn=("effect of random sets", "effect beyond random sets*"),
         gauge={"zero/*": ZERO},
         real=("difference",),
     ),
@@ -365,7 +359,6 @@ EFFECTS = (
         },
         order={"effect by prompt": -1, "metric, clean": 0},
         tolerance=RUNS,
-        drawn=("effect of random sets", "effect beyond random sets*"),
         real=("frozen between",),
     ),
     Subject(
@@ -373,7 +366,6 @@ EFFECTS = (
         covers=("effects",),
         call=_surrogates,
         answers=surrogates,
-        drawn=("loss",),
     ),
 )
 SUBJECTS = (*EDITS, *EFFECTS)

@@ -164,7 +164,6 @@ MODELS = (
         variants={"init": {"seed": 2}, "shuffle": {"how": "shuffle"}, "block 1": {"blocks": [1]}},
         order={"log *": 0},
         seeds=("log *", "squares *"),
-        drawn=("log *", "squares *"),
         without={
             "seeds:shuffle/squares *": "shuffled weights have the same squares",
             "classes": "each class holds its parameters in other shapes and another order",
@@ -280,7 +279,6 @@ CORPUS = (
             "longer": {"length": 30},
         },
         seeds=(),
-        drawn=("some of them/*",),
         real=("one text",),
     ),
     Subject(
@@ -296,7 +294,6 @@ CORPUS = (
         answers=windows,
         variants={"plain": {}},
         seeds=("ids",),
-        drawn=("ids",),
         without={"order:*": "pieces are drawn by their place"},
     ),
     Subject(
@@ -306,7 +303,6 @@ CORPUS = (
         answers=windows,
         variants={"uniform": {}},
         seeds=("ids",),
-        drawn=("ids",),
         without={"order:*": "tokens are drawn by their place"},
     ),
     Subject(
@@ -324,7 +320,6 @@ CORPUS = (
         variants={"plain": {}, "with BOS": {"bos_id": 0}},
         only={"*": lambda w: w.kind == "gpt2"},
         seeds=("ids",),
-        drawn=("ids",),
     ),
     Subject(
         name="prompts with named positions",

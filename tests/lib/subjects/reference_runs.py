@@ -12,7 +12,6 @@ from torch import Tensor
 
 from tests.lib.reference import contrast, edits, flow, scores
 from tests.lib.reference.decoder import Hooks
-from tests.lib.reference.graph import Graph
 from tests.lib.subjects.reference_scores import Expected, basis_of, decoder, places, run_of, states
 from tests.lib.subjects.row import Answers
 from tests.lib.worlds import World
@@ -29,35 +28,6 @@ CHANGES = {"remove": edits.removing, "keep": edits.keeping, "mean": edits.averag
 
 
 # ---- circuits
-
-
-def trace(w: World, variant: str, answers: Answers) -> Expected:
-    """Values of all components, and what they move."""
-    (answer, other), model = w.targets[0], decoder(w.kind)
-    leaf = variant == "MLPs as leaves"
-    graph = Graph.of(
-        model,
-        w.ids[:1, :8],
-        answer,
-        other if variant == "against another" else None,
-        4 if variant == "inner position" else -1,
-        mlp_leaf=leaf,
-    )
-    parts = None
-    if variant == "basis":
-        parts = scores.position_parts(graph.run["state", 0], *basis_of(w, 0))
-    found: dict[str, Any] = {"value": graph.value}
-    heads = [[f"L{l}H{h}" for h in range(model.n_heads)] for l in range(model.n_layers)]
-    mlps = "MLPs, as leaves" if leaf else "MLPs"
-    for word, of in (("", graph.values(parts)), ("moved by ", graph.moved(parts))):
-        found[f"{word}heads"] = torch.stack([torch.stack([of[n] for n in row]) for row in heads])
-        found[f"{word}{'MLPs' if word else mlps}"] = torch.stack(
-            [of[f"mlp{l}"] for l in range(model.n_layers)]
-        )
-        found[f"{word}constants"] = of["constants"]
-        leaves = [name for name in of if name in graph.leaves(parts)]
-        found |= {f"{word or ''}leaf{'.' + name}": of[name] for name in leaves}
-    return found
 
 
 def between(w: World, variant: str, answers: Answers) -> Expected:

@@ -293,5 +293,14 @@ def smoothness(w: World, variant: str, answers: Answers) -> Expected:
 def token_paths(w: World, variant: str, answers: Answers) -> Expected:
     """Angles along the paths of tokens."""
     of = geometry.token_paths(decoder(w.kind), run_of(w, "ids"), w.ids)
-    found = {"steps": of.steps, "length": of.length, "net": of.net, "rank of the token": of.rank}
+    run, norm = run_of(w, "ids"), decoder(w.kind).norm
+    updates: list[tuple[Tensor, Tensor, Tensor]] = []
+    layers = range(decoder(w.kind).n_layers)
+    for layer in layers:  # the MLP turns the stream that attention has added to
+        h, attention = run["state", layer], run["writes", layer].sum(0)
+        updates.append(geometry.update_split(norm, h, attention))
+        updates.append(geometry.update_split(norm, h + attention, run["mlp", layer]))
+    parts = dict(zip(("radial", "tangential", "turn"), map(torch.stack, zip(*updates))))
+    found = {name: part.unflatten(0, (-1, 2)).transpose(0, 1) for name, part in parts.items()}
+    found |= {"steps": of.steps, "length": of.length, "net": of.net, "rank of the token": of.rank}
     return found | {"angle to the token's own embedding": of.angle}

@@ -45,9 +45,8 @@ class Subject:
 
     ``without`` gives, by ``law`` or ``law:quantity``, the reason why a law does not apply;
     ``gauge`` the same for ``loaded``, what depends on how weights are loaded. ``tolerance`` gives
-    by quantity a tolerance of the record other than the usual, and the reason. ``drawn`` are
-    quantities that depend on how random numbers are drawn: a redesign that draws otherwise renews
-    them. A quantity is named by a pattern, with or without ``variant/`` before it.
+    by quantity a tolerance of the record other than the usual, and the reason. A quantity is named
+    by a pattern, with or without ``variant/`` before it.
     """
 
     name: str
@@ -67,7 +66,6 @@ class Subject:
     gauge: Mapping[str, str] = field(default_factory=dict)
     without: Mapping[str, str] = field(default_factory=dict)
     tolerance: Mapping[str, tuple[float, str]] = field(default_factory=dict)
-    drawn: tuple[str, ...] = ()
     reference: Callable[[World, str, Answers], Mapping[str, Any]] | None = None
 
     def exists(self, world: World, variant: str) -> bool:

@@ -295,7 +295,6 @@ SUBJECTS = (
         answers=intervals,
         batches=(3,),
         seeds=("cs of position by chance*", "p of position*"),
-        drawn=("cs of position by chance*", "p of position*"),
         without={
             "seeds:plain/p of position*": "p is the least that so many draws allow",
             **dict.fromkeys(

@@ -17,8 +17,13 @@ def trace(*words: str) -> tuple[str, ...]:
     return ("trace", "x = 1", "--answer", " x", *words)
 
 
-def _with(name: str, words: tuple[str, ...], what: str) -> Command:
-    return Command(name=name, words=words, what=what, files=TEXT)
+def _with(
+    name: str, words: tuple[str, ...], what: str, files: dict[str, bytes] | None = None
+) -> Command:
+    return Command(name=name, words=words, what=what, files=TEXT if files is None else files)
+
+
+FIT = ("fit", "--corpus", "a.txt")
 
 
 COMMANDS = (
@@ -38,40 +43,20 @@ COMMANDS = (
     _with("a seed of 65 bits", fit("--seed", str(2**64)), "seed"),
     _with("a corpus that is not there", ("fit", "--corpus", "no.txt"), "no.txt"),
     _with("a corpus that is a folder", ("fit", "--corpus", "."), "corpus"),
-    Command(
-        name="an empty corpus",
-        words=("fit", "--corpus", "a.txt"),
-        what="text|empty",
-        files={"a.txt": b""},
-    ),
-    Command(
-        name="a binary corpus",
-        words=("fit", "--corpus", "a.txt"),
-        what="text",
-        files={"a.txt": b"abc\0def" * 500},
-    ),
-    Command(
-        name="a corpus in Latin-1",
-        words=("fit", "--corpus", "a.txt"),
-        what="UTF-8|encoding",
-        files={"a.txt": "caf\xe9 ".encode("latin-1") * 500},
-    ),
+    _with("an empty corpus", FIT, "text|empty", {"a.txt": b""}),
+    _with("a binary corpus", FIT, "text", {"a.txt": b"abc\0def" * 500}),
+    _with("a corpus in Latin-1", FIT, "UTF-8|encoding", {"a.txt": b"caf\xe9 " * 500}),
     _with("a device of no name", fit("--device", "toaster"), "device"),
     _with("a dtype of no name", fit("--dtype", "float7"), "dtype"),
     _with("a basis into a folder", fit("--out", "."), "out"),
     _with("a basis below a file", fit("--out", "a.txt/b.safetensors"), "out|a.txt"),
-    Command(
-        name="a basis over a file of the user",
-        words=fit(),
-        what="--force",
-        files={**TEXT, "basis.safetensors": MINE},
-    ),
+    _with("a basis over a file of the user", fit(), "--force", {**TEXT, "basis.safetensors": MINE}),
     _with("a report into a file", ("report", "--out", "a.txt"), "out|a.txt"),
-    Command(
-        name="a report over a file of the user",
-        words=("report", "--out", "."),
-        what="--force",
-        files={"report.html": MINE},
+    _with(
+        "a report over a file of the user",
+        ("report", "--out", "."),
+        "--force",
+        {"report.html": MINE},
     ),
     _with("a seed of a report below zero", ("report", "--seed", "-1"), "seed"),
     _with("a corpus of a report that is not there", ("report", "--corpus", "no.txt"), "no.txt"),
@@ -88,14 +73,9 @@ COMMANDS = (
     _with("sections of no name", ("report", "--sections", "heads,bodies"), "sections"),
     _with("a model that is not there", ("check", "gpt-99"), "gpt-99|name"),
     _with("a folder without a model", ("check", "."), "config.json"),
-    Command(name="a pickled model", words=("check", "."), what="safetensors", files=PICKLED),
-    Command(name="a model with its own code", words=("check", "."), what="code", files=OWN_CODE),
-    Command(
-        name="a config that is no JSON",
-        words=("check", "."),
-        what="config.json|JSON",
-        files={"config.json": b"{"},
-    ),
+    _with("a pickled model", ("check", "."), "safetensors", PICKLED),
+    _with("a model with its own code", ("check", "."), "code", OWN_CODE),
+    _with("a config that is no JSON", ("check", "."), "config.json|JSON", {"config.json": b"{"}),
 )
 TAKEN = {
     "fit": fit("--out", "b.safetensors", "--quiet"),

@@ -203,12 +203,13 @@ GROUPS = (
     Group(
         name="paths",
         call=patched,
-        right={"to the output": {}, "to queries": {"receivers": ["L1H0<q>", "L1H1<q>"]}},
+        of="receivers",
+        right={"to the output": {}, "to queries": ["L1H0<q>", "L1H1<q>"]},
         wrong={
             "to a block before": ({"senders": "L1H0", "receivers": ["L0H1<v>"]}, "senders"),
-            "to a head as a whole": ({"receivers": "L1H0"}, "receivers"),
-            "to a number": ({"receivers": [7]}, "receivers"),
-            "to nothing": ({"receivers": []}, "receivers"),
+            "to a head as a whole": "L1H0",
+            "to a number": [7],
+            "to nothing": [],
             "from nothing": ({"senders": []}, "head|senders"),
             "counterfactuals of other length": (
                 {

@@ -215,19 +215,18 @@ GROUPS = (
     Group(
         name="load",
         call=load,
-        right={"the embedded model's folder": {"name": lambda s: EMBEDDED}},
+        of="name",
+        about=".",
+        right={"the embedded model's folder": lambda s: EMBEDDED},
         wrong={
             "a model that is not there": ({"name": "gpt-99"}, "model|gpt-99"),
             "a folder that is not there": ({"name": "./nothing"}, "model"),
             "a folder without a model": ({"name": lambda s: s.folder}, "model"),
             "a dtype of integers": ({"name": "gpt2", "dtype": torch.int64}, "dtype"),
             "a device of no name": ({"name": "gpt2", "device": "toaster"}, "device"),
-            "a config that is no JSON": (
-                {"name": lambda s: folder(s, {"config.json": b"{"})},
-                ".",
-            ),
-            "a pickled model": ({"name": lambda s: folder(s, PICKLED)}, "."),
-            "a model with its own code": ({"name": lambda s: folder(s, OWN_CODE)}, "."),
+            "a config that is no JSON": lambda s: folder(s, {"config.json": b"{"}),
+            "a pickled model": lambda s: folder(s, PICKLED),
+            "a model with its own code": lambda s: folder(s, OWN_CODE),
         },
     ),
 )

@@ -100,22 +100,24 @@ GROUPS = (
     Group(
         name="a figure in a file",
         call=lambda s, path: render.variance_shares(s.w.basis.anova()).save(path),
-        right={"PNG": {"path": lambda s: s.folder / "a.png"}},
+        of="path",
+        right={"PNG": lambda s: s.folder / "a.png"},
         wrong={
-            "of no kind": ({"path": lambda s: s.folder / "a.docx"}, "path"),
-            "without a kind": ({"path": lambda s: s.folder / "a"}, "path"),
-            "a number": ({"path": 3}, "path"),
+            "of no kind": lambda s: s.folder / "a.docx",
+            "without a kind": lambda s: s.folder / "a",
+            "a number": 3,
             "below a file": ({"path": lambda s: s.path("plain") / "a.html"}, "."),
         },
     ),
     Group(
         name="a page in a file",
         call=lambda s, path: render.split(s.w.split).save(path),
-        right={"HTML": {"path": lambda s: s.folder / "a.html"}},
+        of="path",
+        right={"HTML": lambda s: s.folder / "a.html"},
         wrong={
-            "of no kind": ({"path": lambda s: s.folder / "a.docx"}, "path"),
-            "an image": ({"path": lambda s: s.folder / "a.png"}, "path"),
-            "a number": ({"path": 3}, "path"),
+            "of no kind": lambda s: s.folder / "a.docx",
+            "an image": lambda s: s.folder / "a.png",
+            "a number": 3,
         },
     ),
     Group(

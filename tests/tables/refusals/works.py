@@ -90,13 +90,14 @@ GROUPS = (
     Group(
         name="contextual_report",
         call=contextual,
-        right={"plain": {}, "labels": {"labels": lambda s: [i % 3 for i in range(40)]}},
+        of="labels",
+        right={"plain": {}, "labels": lambda s: [i % 3 for i in range(40)]},
         wrong={
             **{name: case for name, case in BASES.items() if "model" not in name},
             "no draws": ({"nulls": True, "draws": 0}, "draws"),
-            "labels of other windows": ({"labels": [0, 1]}, "labels"),
-            "labels that are none": ({"labels": [None] * 40}, "labels"),
-            "labels below zero": ({"labels": [-1, 0] * 20}, "labels"),
+            "labels of other windows": [0, 1],
+            "labels that are none": [None] * 40,
+            "labels below zero": [-1, 0] * 20,
             "no rank": ({"rank": 0}, "rank"),
             "a basis without context": (
                 {"basis": lambda s: tlg.decompose(s.model, s.ids, keep_ctx=False, **SHORT)},
@@ -187,15 +188,16 @@ GROUPS = (
     Group(
         name="trajectories",
         call=trajectories,
-        right={"pilots": {}, "a position": {"position": 3}, "some states": {"states": [1, 2, 4]}},
+        of="states",
+        right={"pilots": {}, "a position": {"position": 3}, "some states": [1, 2, 4]},
         wrong={
             **NO_BATCH,
             **NO_TOKENS,
             "a position beyond": ({"position": 99}, "position"),
             "a position of no name": ({"position": "end"}, "position"),
-            "a state beyond": ({"states": [99]}, "states"),
-            "no states": ({"states": []}, "states"),
-            "states that fall": ({"states": [3, 1]}, "states"),
+            "a state beyond": [99],
+            "no states": [],
+            "states that fall": [3, 1],
             "labels of others": ({"labels": [1, 2]}, "labels"),
         },
     ),
@@ -227,13 +229,14 @@ GROUPS = (
     Group(
         name="skip_costs",
         call=skips,
+        of="pairs",
         right={"one pair": {}},
         wrong={
             **NO_BATCH,
-            "a pair the wrong way": ({"pairs": [(3, 1)]}, "pairs"),
-            "a pair of one state": ({"pairs": [(3, 3)]}, "pairs"),
-            "a pair beyond": ({"pairs": [(1, 99)]}, "pairs"),
-            "no pairs": ({"pairs": []}, "pairs"),
+            "a pair the wrong way": [(3, 1)],
+            "a pair of one state": [(3, 3)],
+            "a pair beyond": [(1, 99)],
+            "no pairs": [],
             "a map of no name": ({"map_types": ("spline",)}, "map_type"),
             "chunks that maps were fitted on": ({"tokens": lambda s: s.w.pilots[20:]}, "tokens"),
             "trajectories of another model": (
