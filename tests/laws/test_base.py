@@ -5,33 +5,22 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
-from jaxtyping import Float
 from scipy import stats
 from torch import Tensor
 
+from tests.lib.data import normal
 from tl_geometry.base import linalg
-from tl_geometry.base.errors import GeometryError
 from tl_geometry.base.intervals import LeftOut, jackknife_interval, paired_interval, sign_flip_p
-from tl_geometry.base.sums import Sums
 
 pytestmark = pytest.mark.once
 
 
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-
 def orthogonal(size: int, seed: int = 0) -> Tensor:
     return torch.linalg.qr(normal(size, size, seed=seed))[0]
-
-
-# ---- linear algebra
 
 
 @pytest.mark.parametrize(("first", "second"), [(3, 5), (5, 3), (3, 3)])
@@ -69,9 +58,6 @@ def test_the_svd_of_a_product_is_that_of_the_matrix(rows: int, columns: int, ran
     assert torch.allclose(found.S[:, :size], expected)
     peak = found.V.gather(-2, found.V.abs().argmax(-2, keepdim=True))
     assert bool((peak > 0).all())
-
-
-# ---- intervals
 
 
 def test_a_jackknife_over_unequal_groups_leaves_a_mean_as_it_is() -> None:
@@ -144,24 +130,3 @@ def test_sign_flips_count_ties_and_both_sides() -> None:
     assert sign_flip_p(torch.ones(60)) == pytest.approx(1e-4, rel=1e-6)
     assert math.isnan(sign_flip_p(torch.ones(9)))
     assert math.isnan(sign_flip_p(torch.zeros(12)))
-
-
-# ---- results, sums, arguments
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Norms(Sums):
-    squares: Float[Tensor, "*context head"]
-    counts: Float[Tensor, "*context"]
-
-
-def test_sums_add_and_go_along_their_axes() -> None:
-    one = Norms(squares=normal(3, 2), counts=torch.ones(3))
-    both = Norms.cat([one, one + one])
-    assert both.counts.tolist() == [1, 1, 1, 2, 2, 2]
-    assert torch.allclose(both.pooled().squares, 3 * one.squares.sum(0))
-    assert torch.equal(both.select([0, 3]).pooled().counts, torch.tensor(3.0))
-    assert both.select(1, "head").squares.shape == (6,)
-    assert torch.equal(Norms.stack([one.pooled()] * 2).counts, torch.tensor([3.0, 3.0]))
-    with pytest.raises(GeometryError, match="sums"):
-        one + Sums()  # type: ignore[operator]

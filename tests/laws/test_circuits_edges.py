@@ -133,9 +133,6 @@ def test_the_likeliest_tokens_are_compared_by_default() -> None:
         tlg.edge_scores(model, rows, counterfactual=rows)
 
 
-# ---- pruned runs
-
-
 @every_kind
 def test_circuits_are_the_references_pruned_runs(kind: str) -> None:
     scores, model = scored(kind), decoder(kind)
@@ -186,6 +183,3 @@ def test_areas_have_intervals_over_prompts_and_a_null() -> None:
     again = tlg.faithfulness(model, rows, scores, fractions=(0.1, 0.5), draws=3, seed=1, **options)
     assert not torch.equal(again.random, found.random)
     assert torch.equal(again.metrics, found.metrics)
-
-
-# ---- a mixture of experts

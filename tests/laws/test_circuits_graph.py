@@ -76,9 +76,6 @@ def total(table: Any) -> float:
     return float(table.df["value"].sum())
 
 
-# ---- one prompt
-
-
 @pytest.mark.parametrize("kind", EVERY)
 @pytest.mark.parametrize("follow", [False, True])
 def test_leaves_are_gradients_of_hugging_faces_frozen_code(kind: str, follow: bool) -> None:
@@ -119,9 +116,6 @@ def test_tokens_sum_to_the_logit_and_edges_to_their_node(kind: str, keep: float)
         assert float(query.abs().max()) > 1e3 * within
     assert not graph.head_moved[-1].any()  # no pattern is behind the last block
     assert float(graph.head_moved[0].abs().max()) > 1e6 * within
-
-
-# ---- two prompts: laws (a) to (g)
 
 
 @pytest.mark.parametrize(("kind", "keep"), BOTH)
@@ -207,12 +201,6 @@ def test_rows_that_move_far_close_with_more_nodes(times: float) -> None:
         graph = tlg.trace_logit(model, PROMPTS[:1], ANSWER, **options)
     assert total(graph.tokens()) == pytest.approx(graph.value, abs=WITHIN * size(graph))
     assert graph.head_values.abs().sum() > 0.1
-
-
-# ---- a mixture of experts
-
-
-# ---- results
 
 
 def test_a_graph_is_kept_in_a_file_and_in_json(tmp_path: Any) -> None:

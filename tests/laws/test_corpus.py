@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tl_geometry as tlg
+from tests.lib.data import refused
 from tests.lib.models import VOCAB, tiny
 from tl_geometry.corpus import (
     TokenWindows,
@@ -49,14 +50,6 @@ def text(ids: list[int]) -> str:
     names = {BOS: "<bos>", EOS: "<eos>", PAD: "<pad>"}
     return " ".join(names.get(i, f"w{i}") for i in ids)
 
-
-def refused(call: Callable[[], object]) -> tlg.GeometryError:
-    with pytest.raises(tlg.GeometryError) as caught:
-        call()
-    return caught.value
-
-
-# ---- windows -------------------------------------------------------------------------------------
 
 WORDS = st.lists(st.integers(4, VOCAB - 1), max_size=40)
 
@@ -191,8 +184,6 @@ def test_a_large_file_is_read_in_pieces(embedded: Any, tmp_path: Path) -> None:
         assert any(around[i : i + 31] == row[1:] for i in range(len(around)))
 
 
-# ---- tokens --------------------------------------------------------------------------------------
-
 ROWS = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12], [13, 14, 15, 16]])
 
 
@@ -213,36 +204,6 @@ def test_ids_are_copied_as_they_come(model: Any) -> None:
     masked = np.ma.masked_equal(ROWS.numpy(), 6)
     for wrong in (masked, {"input_ids": ROWS}, [ROWS[0], ROWS[1, :2]]):
         assert refused(lambda wrong=wrong: as_tokens(model, wrong)).what == "tokens"
-
-
-@pytest.mark.parametrize("pad", [PAD, BOS])
-@pytest.mark.parametrize("side", [slice(0, 2), slice(-2, None)])
-def test_padded_rows_are_refused(
-    pad: int, side: slice, model: Any, request: pytest.FixtureRequest
-) -> None:
-    """Also where the padding token is BOS. One padding token at the end of a row is said."""
-    tokens = torch.randint(4, VOCAB, (6, 8), generator=torch.Generator().manual_seed(0))
-    chosen, before = model, model.tokenizer.pad_token
-    request.addfinalizer(lambda: setattr(model.tokenizer, "pad_token", before))
-    model.tokenizer.pad_token = model.tokenizer.convert_ids_to_tokens(pad)
-    assert as_tokens(chosen, tokens).flags == ()
-    padded = tokens.clone()
-    padded[1:3, side] = pad
-    for rows in (padded, iter(padded.split(2)), TokenWindows(tokens=padded, has_bos=False)):
-        error = refused(lambda rows=rows: as_tokens(chosen, rows))
-        assert error.instead is not None
-        assert "prompts" in error.instead
-    single = tokens.clone()
-    single[1:3, -1] = pad
-    assert as_tokens(chosen, single).flags[-1].startswith("2 of 6 contexts begin or end with a pad")
-    first = tokens.clone()
-    first[2:, 0] = pad  # also where it is BOS, unless all rows begin with it
-    assert as_tokens(chosen, first).flags[-1].startswith("4 of 6 contexts begin or end with a pad")
-    first[:, 0] = BOS
-    assert as_tokens(chosen, first).flags == ()
-    inside = tokens.clone()
-    inside[:, 3:5] = PAD  # inside of rows a token is text
-    assert as_tokens(model, inside).flags == ()
 
 
 def test_what_is_unusual_about_rows_is_said(model: Any, embedded: Any) -> None:
@@ -287,9 +248,6 @@ def test_windows_are_chosen_as_tensors_are(data: st.DataObject) -> None:
     assert rows.token_hash != rows[[0] * n].token_hash or n == 1
 
 
-# ---- prompts -------------------------------------------------------------------------------------
-
-
 @given(lengths=st.lists(st.integers(1, 5), min_size=1, max_size=9))
 def test_groups_hold_every_prompt_once_with_all_that_belongs_to_it(lengths: list[int]) -> None:
     model = tiny("bridge", "gpt2", text=True)
@@ -326,24 +284,6 @@ def test_groups_hold_every_prompt_once_with_all_that_belongs_to_it(lengths: list
     assert subset[1].ids[0].tolist() == rows[-1]
 
 
-@pytest.mark.parametrize(
-    ("answers", "expected"),
-    [
-        ("w7", ([7, 7], None)),
-        (["w7", 8], ([7, 8], None)),
-        ([("w7", "w8"), (9, "w10")], ([7, 9], [8, 10])),
-        (("w7", "w8"), ([7, 7], [8, 8])),
-        (torch.tensor(7), ([7, 7], None)),
-    ],
-)
-def test_answers_are_given_for_each_prompt_or_for_all(
-    model: Any, answers: Any, expected: Any
-) -> None:
-    found = prompts(model, ["w4 w5", "w6"], answers=answers)
-    got = tuple(None if x is None else x.tolist() for x in (found.answers, found.others))
-    assert got == expected
-
-
 def test_positions_are_found_by_text(embedded: Any) -> None:
     texts = ["def get(x, y): return x", "def f(value, y): return y + 1"]
     found = prompts(
@@ -363,9 +303,6 @@ def test_positions_are_found_by_text(embedded: Any) -> None:
     for value in ("absent", "x", "ge"):  # not there, twice, a part of a token
         error = refused(lambda value=value: prompts(embedded, texts[0], positions={"p": value}))
         assert error.what == "position 'p' of prompt 0"
-
-
-# ---- nulls ---------------------------------------------------------------------------------------
 
 
 def test_repeated_tokens_are_copies_of_distinct_ones() -> None:

@@ -15,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, distributed
 
-import tl_geometry as tlg
-from tests.lib.data import additive, random_states
+from tests.lib.data import additive, random_states, refused
 from tests.lib.models import tiny, tokens
 from tests.lib.reference import moments as reference
 from tl_geometry import PositionContext, decompose, decompose_activations
@@ -37,12 +36,6 @@ def close(a: Tensor, b: Tensor, tolerance: float = 1e-10) -> bool:
     """Equal to ``tolerance`` relative to the largest entry of ``b``."""
     largest = b.abs().max().clamp(min=1e-30)
     return a.shape == b.shape and bool((a - b).abs().max() <= tolerance * largest)
-
-
-def refused(call: Any) -> tlg.GeometryError:
-    with pytest.raises(tlg.GeometryError) as caught:
-        call()
-    return caught.value
 
 
 def ctx_of(basis: PositionContext) -> Tensor:
@@ -69,9 +62,6 @@ def assert_same(a: PositionContext, b: PositionContext, tolerance: float = 1e-10
     for state in a.states if a.has_second_moments else ():
         trace = float(b.second_moment(state, centered=False).trace())
         assert (a.second_moment(state) - b.second_moment(state)).abs().max() <= products * trace
-
-
-# ---- identities ----------------------------------------------------------------------------------
 
 
 @given(**SIZES)
@@ -146,9 +136,6 @@ def test_degenerate_designs_have_defined_values(
     assert zeros.shares["ctx"].isnan().all()
 
 
-# ---- one sum whatever the partition --------------------------------------------------------------
-
-
 @given(**SIZES, sizes=st.lists(st.integers(1, 4), min_size=1, max_size=5), groups=st.integers(1, 9))
 def test_streaming_equals_memory_under_every_partition(
     contexts: int, positions: int, d_model: int, seed: int, sizes: list[int], groups: int
@@ -192,9 +179,6 @@ def test_float32_products_stay_accurate_where_plain_ones_fail() -> None:
     assert (plain - exact).abs().max() > 1e-3 * exact.trace()
 
 
-# ---- models --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("copies", [2, 8])
 def test_a_context_counts_once(copies: int) -> None:
     model, ids = tiny("bridge", "gpt2"), tokens(12, 10)
@@ -210,9 +194,6 @@ def test_a_context_counts_once(copies: int) -> None:
     assert (same.contexts, same.anova().identifiable) == (1, False)
     # the twin: tensors of activations are taken as they are
     assert decompose_activations(random_states(1, 1, 4, 3).repeat(1, 9, 1, 1)).contexts == 9
-
-
-# ---- groups and documents ------------------------------------------------------------------------
 
 
 @given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=20), groups=st.integers(1, 9))
@@ -337,21 +318,6 @@ def test_reliability_and_the_debiased_share_tell_signal_from_noise() -> None:
     assert float(basis.anova().pos_reliability[0]) == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize("contexts", [16, 32, 64])
-def test_halves_of_the_contexts_do_not_share_a_topic(contexts: int) -> None:
-    """Eight windows in a row have one curve in common (a form of their text), and no curve is that
-    of all: halves agree on nothing. The twin: halves whose groups cut through the eight."""
-    g = torch.Generator().manual_seed(0)
-    curves = torch.randn(contexts // 8, 12, 10, generator=g).repeat_interleave(8, 0)
-    h = curves + 0.5 * torch.randn(contexts, 12, 10, generator=g)
-    assert abs(float(decompose_activations(h).anova().pos_reliability[0])) < 0.2
-    order = torch.arange(contexts).view(-1, 8).mT.flatten()
-    assert float(decompose_activations(h[order]).anova().pos_reliability[0]) > 0.6
-
-
-# ---- the largest tokens --------------------------------------------------------------------------
-
-
 def massive(seed: int = 0) -> Tensor:
     """States of one norm's order, and in the first a massive token at position 3 of every tenth
     context, in coordinate 4."""
@@ -385,9 +351,6 @@ def test_the_largest_tokens_are_those_of_the_states_themselves() -> None:
         assert float(rows["rms"].iloc[0]) == pytest.approx(float(squares.mean().sqrt()))
 
 
-# ---- files, shards, processes --------------------------------------------------------------------
-
-
 def test_a_file_holds_mean_and_pos_and_all_else_only_if_asked(tmp_path: Path) -> None:
     model, ids = tiny("bridge", "gpt2"), tokens(40, 12)
     rows = TokenWindows(tokens=ids, has_bos=False, labels=torch.arange(40) // 5, corpus="mine")
@@ -412,19 +375,6 @@ def test_a_file_holds_mean_and_pos_and_all_else_only_if_asked(tmp_path: Path) ->
     assert "full=True" in str(refused(lambda: lean.second_moment(1)).instead)
     sizes = [(tmp_path / f"{name}.safetensors").stat().st_size for name in ("lean", "full")]
     assert sizes[0] < sizes[1] / 4
-
-
-def test_a_shard_given_twice_is_refused_and_shared_contexts_are_said() -> None:
-    model, ids = tiny("bridge", "gpt2"), tokens(20, 6)
-    first, second = (decompose(model, x, **QUIET) for x in (ids[:12], ids[10:]))
-    shared = PositionContext.merge([first, second])
-    assert torch.equal(shared.token_hashes[:12], first.token_hashes)  # type: ignore[index]
-    at = shared.largest
-    assert torch.equal(at["token"], torch.cat([ids[:12], ids[10:]])[at["context"], at["position"]])
-    assert "2 contexts are in more than one of the merged parts" in shared.provenance.flags
-    same = decompose(model, ids[:12].flip(0), **QUIET)
-    assert refused(lambda: PositionContext.merge([first, same])).what == "merge"
-    assert refused(lambda: PositionContext.merge([first, second, first])).what == "merge"
 
 
 def _one_of(rank: int, size: int, store: Path) -> None:

@@ -72,9 +72,6 @@ def some_edits() -> dict[str, Any]:
     }
 
 
-# ---- the numbers
-
-
 @pytest.mark.parametrize("metric", ["loss", "difference", "own"])
 def test_a_metric_under_edits_is_that_of_passes_inside_them(metric: str) -> None:
     """Each edit alone, all together in shared passes, and a few prompts at a time."""
@@ -98,9 +95,6 @@ def test_a_metric_under_edits_is_that_of_passes_inside_them(metric: str) -> None
     small = interventions.effects(model(), IDS, few, metric=asked, batch_size=5, **PAIRS)
     whole = torch.stack([together.edited[list(edits).index(name)] for name in few])
     assert torch.allclose(small.edited, whole, atol=1e-5)
-
-
-# ---- intervals, p, and the sentence
 
 
 def test_intervals_and_p_by_hand() -> None:
@@ -140,9 +134,6 @@ def test_the_excess_over_controls_by_hand() -> None:
     assert row.p == found.p("none", "random heads") != found.p("none")
 
 
-# ---- controls
-
-
 def test_controls_are_what_they_are_called() -> None:
     edits = {"content": interventions.term(model(), basis(), "content", "L1H2")}
     found = interventions.effects(model(), IDS, edits, control=["shrink", "terms"])
@@ -179,20 +170,6 @@ def test_random_controls_are_drawn_by_seed_and_shared() -> None:
     same = {str(s): interventions.planes(model(), [1], "L0H1", draw=s) for s in (5, 6, 7)}
     wanted = interventions.effects(model(), IDS, same).edited
     assert torch.allclose(drawn.controls["plane", "random planes"], wanted, atol=1e-6)
-    low = {"low": interventions.surrogate(model(), basis(), "L1H1", part="low_rank", rank=3)}
-    drawn = interventions.effects(model(), IDS, low, control="directions", draws=2)
-    assert float(drawn.excess("low", "random directions").error) > 0
-    edges = {"edge": interventions.edge(model(), IDS, "L0H2", "L1H0")}
-    drawn = interventions.effects(model(), IDS, edges, control=["writers", "heads"])
-    assert drawn.controls_of("edge") == ["random writers", "random heads"]
-    assert len(drawn.df) == 2
-    swap = {"swap": interventions.term(model(), basis(), "content", "L1H2", how="swap"), **edges}
-    beside = interventions.effects(model(), IDS, swap, control="heads", draws=2)
-    assert beside.controls_of("swap") == []
-    assert beside.beyond("swap") is None
-
-
-# ---- planted causes
 
 
 def test_a_planted_head_is_found_and_its_path() -> None:

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.lib.data import normal
 from tests.lib.models import HAS_HOOKED, bridge_of, hf_model, tiny, tokens
 from tl_geometry import GeometryError, flow
 from tl_geometry.base.results import Provenance
@@ -32,10 +33,6 @@ SIZES = st.tuples(st.integers(3, 14), st.integers(2, 4), st.integers(2, 7), st.i
 QUIET: dict[str, Any] = {"progress": False}
 CLASSES = [("bridge", a) for a in ("gpt2", "llama", "bloom", "gemma2", "mistral", "neox", "opt")]
 CLASSES += [("hooked", a) for a in ("gpt2", "llama", "mistral")] if HAS_HOOKED else []
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def orthogonal(states: int, d: int, seed: int) -> Tensor:
@@ -61,9 +58,6 @@ def paths(n: int = 80, seed: int = 1) -> Trajectories:
     return flow.trajectories(model(), tokens(n, 9, seed), states=range(5), **QUIET)
 
 
-# ---- bases and their alignment
-
-
 @LAWS
 @given(SIZES)
 def test_hungarian_has_the_larger_sum_and_aligning_again_changes_nothing(
@@ -84,9 +78,6 @@ def test_hungarian_has_the_larger_sum_and_aligning_again_changes_nothing(
             assert torch.equal(again, torch.arange(d).repeat(states, 1))
             assert bool((flips == 1).all())
     assert total["hungarian"] >= total["greedy"] - 1e-12
-
-
-# ---- maps between states
 
 
 @LAWS
@@ -126,9 +117,6 @@ def test_residual_statistics_against_scipy(n: int, d: int, seed: int) -> None:
     nothing = maps.residual_statistics(torch.full((9, 2), 0.1))
     assert all(math.isnan(value) for value in nothing.values())
     assert maps.score_map(x.mean(0).expand_as(x), x)["r2"] == pytest.approx(0)
-
-
-# ---- noise
 
 
 @LAWS
@@ -206,9 +194,6 @@ def test_the_planted_layer_is_the_only_anomaly() -> None:
     assert alone.column("z")[1:] == [math.inf if b == 5 else 0 for b in range(1, 9)]
 
 
-# ---- sampling
-
-
 def langevin(alpha: float = 0.3, rate: float = 0.4) -> tuple[flow.LangevinModel, Tensor]:
     X = normal(40, 4, 3) * torch.tensor([1.0, 1.5, 1.2, 2.0])[:, None]
     return flow.LangevinModel.fit(X, noise=(alpha, rate)), X
@@ -233,9 +218,6 @@ def test_samples_have_the_moments_and_seeds_decide() -> None:
             fitted.simulate(x, wrong)
 
 
-# ---- ensembles
-
-
 def test_halves_share_no_chunk_and_no_document() -> None:
     ids = tokens(20, 10, 3)
     labels = torch.arange(28) % 5
@@ -253,9 +235,6 @@ def test_halves_share_no_chunk_and_no_document() -> None:
         assert not set(train.labels.tolist()) & set(test.labels.tolist())
     with pytest.raises(GeometryError, match="chunks that differ"):
         flow.trajectories(model(), ids[:1].repeat(5, 1), **QUIET).split()
-
-
-# ---- the report
 
 
 def test_held_out_numbers_are_those_of_the_map_of_one_part_on_the_other() -> None:
@@ -303,9 +282,6 @@ def test_classifiers_separate_what_is_separable_and_only_that() -> None:
     assert math.isnan(separation.resampled_t_reach(torch.ones(5), 0.3))
 
 
-# ---- the live model, its last token edited
-
-
 def kl(p: Tensor, q: Tensor) -> Tensor:
     return (p.exp() * (p - q)).sum(-1)
 
@@ -326,20 +302,6 @@ def test_the_baseline_is_that_of_consecutive_chunks_and_all_directions_change_no
     assert flow.directions_needed(curve, 1e-6) == d
     assert flow.directions_needed(curve, 1e9) == 3
     assert flow.directions_needed(curve.top(1), 1e-9) is None
-
-
-def test_directions_of_few_or_the_same_chunks_claim_nothing() -> None:
-    few, ids = paths().pick(torch.arange(6)), tokens(80, 9, 1)[:6]
-    inside = flow.truncation_kl(model(), ids, few, K=(6,), **QUIET)
-    assert inside.column("kl")[0] < 1e-7, "in the span of their own directions"
-    assert inside.column("held_out") == inside.column("claimed") == [False]
-    assert flow.directions_needed(inside) is None
-    flags = inside.provenance.flags
-    assert any("same chunks" in flag for flag in flags)
-    assert any("no K is claimed" in flag for flag in flags)
-    outside = flow.truncation_kl(model(), tokens(6, 9, 6), few, K=(6,), **QUIET)
-    assert outside.column("kl")[0] > 1e-3
-    assert outside.column("held_out") == [True]
 
 
 PAIRS = [(1, 3), (2, 4), (0, 1)]
@@ -374,22 +336,6 @@ def test_skipping_is_what_replacing_the_state_by_hand_gives() -> None:
     assert found.column("own_loss")[0] == pytest.approx(loss, rel=1e-5)
 
 
-def test_chunks_that_maps_were_fitted_on_are_left_out_or_refused() -> None:
-    other = torch.cat([tokens(10, 9, 2), torch.full((10, 1), 3)], dim=1)
-    fitted = torch.cat([tokens(80, 9, 1)[:3], torch.full((3, 1), 3)], dim=1)
-    options: dict[str, Any] = {"map_types": "mean", "pairs": [(0, 2)], **QUIET}
-    clean = flow.skip_costs(model(), other, paths(), **options)
-    mixed = flow.skip_costs(model(), torch.cat([fitted, other]), paths(), **options)
-    assert mixed.df.equals(clean.df)
-    assert any("3 of 13 test chunks left out" in flag for flag in mixed.provenance.flags)
-    assert not any("left out" in flag for flag in clean.provenance.flags)
-    with pytest.raises(GeometryError, match="maps are not fitted on"):
-        flow.skip_costs(model(), fitted, paths(), **options)
-    every = flow.skip_costs(model(), other, paths(), map_types="mean", **QUIET)
-    steps = [every.column(n, map_type="mean") for n in ("from_layer", "skipped")]
-    assert {*zip(*steps, strict=True)} == {(a, n) for n in (1, 2, 4) for a in range(5 - n)}
-
-
 @pytest.mark.parametrize(("model_class", "architecture"), CLASSES)
 def test_kept_keys_give_the_numbers_of_whole_passes(
     model_class: str, architecture: str, monkeypatch: pytest.MonkeyPatch
@@ -407,22 +353,3 @@ def test_kept_keys_give_the_numbers_of_whole_passes(
     for a, b in ((fast, slow), (curve, whole)):
         numbers = [t.df.select_dtypes("number").to_numpy() for t in (a, b)]
         np.testing.assert_allclose(*numbers, rtol=2e-4, atol=2e-4)
-
-
-def test_other_peoples_hooks_act_on_whole_passes() -> None:
-    """A hook that shifts an earlier position would not be seen by the last token alone."""
-
-    def shift(h: Tensor, hook: Any) -> Tensor:
-        h = h.clone()
-        h[:, 2] += 3.0
-        return h
-
-    options: dict[str, Any] = {"pairs": [(2, 3)], "map_types": "identity", **QUIET}
-    plain = flow.skip_costs(model(), tokens(6, 10, 2), paths(), **options)
-    model().add_hook("blocks.1.hook_resid_pre", shift)
-    try:
-        assert pilots._fastest(as_view(model()), tokens(1, 9)) == ("", False)
-        edited = flow.skip_costs(model(), tokens(6, 10, 2), paths(), **options)
-    finally:
-        model().reset_hooks()
-    assert edited.column("kl") != plain.column("kl")

@@ -80,9 +80,6 @@ def refused(
     return caught.value
 
 
-# ---- terms
-
-
 def shrinking(decoder: Any, layer: int, *names: scores.Term) -> edits.Change:
     """``(1 - a) S`` with the covariance share a, from position 1 on."""
 
@@ -126,9 +123,6 @@ def test_terms_of_a_normalised_basis_and_alibi(kind: str) -> None:
     names = ["-".join(pair) for pair in pairs]
     found = exactly(kind, interventions.term, exact_basis(kind, True), names, "L1H3")
     assert same(found, edited(kind, hooks), kind)
-
-
-# ---- every class and loading
 
 
 def _reads(model: Any, receiver: str) -> bool:
@@ -211,9 +205,6 @@ def test_activation_patching_of_a_whole_state_is_the_other_run(
         assert min(far(one, clean), far(one, other)) > 1e-5
 
 
-# ---- planes
-
-
 @pytest.mark.parametrize("kind", ROTARY)
 def test_planes_of_another_prompt_and_random_ones(kind: str) -> None:
     right, order = decoder(kind), order_of(3, 2)
@@ -232,9 +223,6 @@ def test_planes_of_another_prompt_and_random_ones(kind: str) -> None:
     assert all(min(far(x, y) for y in one_each) < 1e-9 for x in drawn)  # one plane, as was asked
     assert 1 not in picked, "never the chosen one"
     assert len(picked) > 1
-
-
-# ---- edges
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "gemma2"])
@@ -269,9 +257,6 @@ def test_a_pass_is_known_by_its_prompts() -> None:
         with edit:
             refused("tokens inside an edit", model, ids)
             model(IDS)
-
-
-# ---- heads, MLPs and the stream
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
@@ -316,9 +301,6 @@ def test_positions_by_number_and_by_name() -> None:
         refused("position", exactly, kind, interventions.heads, "L0H1", **options)
 
 
-# ---- paths
-
-
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 @pytest.mark.parametrize("receivers", [["mlp0"], ["mlp1", "output"], ["L1H2<q>", "<k>", "<v>"]])
 def test_a_path_is_patched_as_in_the_models_own_code(kind: str, receivers: list[str]) -> None:
@@ -334,9 +316,6 @@ def test_a_path_is_patched_as_in_the_models_own_code(kind: str, receivers: list[
         found = exactly(kind, interventions.path, ["L0H1", "L0H3"], receivers, **options)
         assert far(found, patched) < 1e-9, receivers
         assert position or far(patched, run(kind)["logits", 0]) > 1e-5, receivers
-
-
-# ---- surrogates
 
 
 def fitted(W: np.ndarray, V: np.ndarray, parts: str) -> np.ndarray:
@@ -376,14 +355,7 @@ def test_a_surrogate_is_the_best_matrix_of_its_form(kind: str) -> None:
         assert same(found, edited(kind, {("scores", layer): replaced}), kind), part
 
 
-def test_surrogates_with_random_directions_and_with_rotation() -> None:
-    fit = exact_basis("gpt2")
-    make = partial(exactly, "gpt2", interventions.surrogate, fit, "L1H2")
-    drawn = [make(rank=4, random=True, seed=seed) for seed in (0, 0, 1)]
-    assert torch.equal(drawn[0], drawn[1])
-    assert far(drawn[0], drawn[2]) > 1e-3
-    assert far(drawn[0], make(rank=4)) > 1e-3
-    refused("rank", interventions.surrogate, exact("gpt2"), fit, "L1H2", rank=33)
+def test_a_surrogate_of_a_rotary_model_is_of_low_rank() -> None:
     rotary = exact_basis("llama")
     call = partial(exactly, "llama", interventions.surrogate, rotary, "L1H2")
     for part in ("structured", "diagonal"):
@@ -409,9 +381,6 @@ def test_surrogates_with_random_directions_and_with_rotation() -> None:
 
     wanted = edited("llama", {("scores", 1): low_rank})
     assert same(call(part="low_rank", rank=4), wanted, "llama")
-
-
-# ---- the running model
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
@@ -444,26 +413,6 @@ def test_edits_act_on_the_stream_as_other_hooks_leave_it(kind: str) -> None:
         assert same(logits, wanted, kind)
 
 
-def test_the_model_is_as_before_and_says_what_it_saw() -> None:
-    model, fit = tiny("bridge", "gpt2"), tlg.decompose(tiny("bridge", "gpt2"), CORPUS, **QUIET)
-    clean, edit = model(IDS).detach(), interventions.term(model, fit, "content", NAMES)
-    hooks = lambda: sum(len(point.fwd_hooks) for point in model.hook_dict.values())
-    before = hooks()
-    with edit:
-        model.reset_hooks()  # takes away those of others
-        assert far(model(IDS).detach(), clean) > 1e-3
-        model(IDS[:1])
-    assert hooks() == before
-    assert edit.passes == 2
-    assert torch.equal(model(IDS).detach(), clean)
-    with pytest.raises(KeyError), edit:
-        raise KeyError
-    assert hooks() == before
-    with torch.no_grad():
-        model.run_with_hooks(IDS, fwd_hooks=edit)
-    assert edit.passes == 3
-
-
 def test_sums_of_edits_are_edits() -> None:
     kind = "llama"
     right = decoder(kind)
@@ -487,6 +436,3 @@ def test_sums_of_edits_are_edits() -> None:
         twice = interventions.term(exact(kind), exact_basis(kind), "content", "L1H0")
         twice = twice + interventions.term(exact(kind), exact_basis(kind), "position", "L1H0")
         refused("inside an edit", exact(kind).run_with_hooks, PROMPTS, fwd_hooks=twice)
-
-
-# ---- what would be wrong is refused

@@ -3,7 +3,6 @@ their floors, and the sphere of a norm with the paths of tokens on it."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
@@ -18,13 +17,10 @@ from torch import Tensor
 
 import tl_geometry as tlg
 from benchmarks.calibration_measures import two_bases
-from tests.lib.models import HAS_HOOKED, hf_model, tiny, tiny_hooked, tokens
 from tl_geometry import decompose_activations, measures, sphere
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.decomposition import PositionContext, resampling
-from tl_geometry.measures import contextual
 from tl_geometry.measures.positional import screenot
-from tl_geometry.models import from_hf
 from tl_geometry.models.norms import remove_mean
 from tl_geometry.sphere import paths as formulas
 
@@ -61,9 +57,6 @@ def numbers(table: Any, name: str) -> list[float]:
     return table.df[name].tolist()
 
 
-# ---- ranks
-
-
 def estimate(matrix: Tensor) -> Any:
     return screenot(torch.linalg.svdvals(matrix), (len(matrix), matrix.shape[1]), k=8)
 
@@ -83,9 +76,6 @@ def test_screenot_equals_the_authors_package_and_has_no_scale(
         found = estimate(other)
         assert int(found.rank) == rank
         assert float(found.threshold) / scale == pytest.approx(float(ours.threshold), rel=1e-9)
-
-
-# ---- position
 
 
 def stable_rank(pos: Tensor) -> Tensor:
@@ -155,26 +145,6 @@ def test_nulls_of_position_have_lost_the_effect_and_keep_their_laws() -> None:
         assert "roughness_shuffled" not in of_position(basis_of(part)).names
 
 
-# ---- context
-
-
-@cases
-@given(seeds, st.lists(st.integers(0, 3), min_size=4, max_size=9).filter(lambda z: len(set(z)) > 1))
-def test_similarities_equal_all_pairs_and_labels_may_be_large(seed: int, labels: list[int]) -> None:
-    ctx, z = gaussian(seed, len(labels), 4), torch.tensor(labels)
-    found = contextual.cluster_similarity(ctx, 10**9 * z)
-    pairs = [(i, j) for i, j in itertools.permutations(range(len(labels)), 2)]
-    cosines = torch.nn.functional.normalize(ctx, dim=-1)
-    cosines = cosines @ cosines.T
-    same = [float(cosines[i, j]) for i, j in pairs if labels[i] == labels[j]]
-    apart = [float(cosines[i, j]) for i, j in pairs if labels[i] != labels[j]]
-    assert float(found.inter_signed) == pytest.approx(np.mean(apart))
-    if same:
-        assert float(found.intra_signed) == pytest.approx(np.mean(same))
-    with_self = np.mean([*np.abs(same), *[1.0] * len(labels)])
-    assert float(found.intra_reference) == pytest.approx(with_self)
-
-
 def test_nulls_of_context_keep_coordinates_or_variance_and_lose_what_is_shared() -> None:
     """Independent pos and ctx that share large coordinates overlap far above random directions, but
     not above their flipped null; a common direction across coordinates stays above both."""
@@ -201,9 +171,6 @@ def test_nulls_of_context_keep_coordinates_or_variance_and_lose_what_is_shared()
     )
     few = of_context(basis_of(noise, keep=9), jackknife=False)
     assert "incoherence_avg_exchanged" not in few.names
-
-
-# ---- two bases
 
 
 def test_comparison_by_scipy_and_of_a_basis_with_its_rotation() -> None:
@@ -244,9 +211,6 @@ def test_one_population_is_within_the_floors_and_noise_has_none() -> None:
     assert any("not reliable in state 0" in flag for flag in found.provenance.flags)
 
 
-# ---- the sphere
-
-
 @cases
 @given(seeds, st.sampled_from(["LN", "RMS"]), st.sampled_from([0.0, 1e-5, 0.1]))
 def test_a_norm_puts_states_on_a_sphere(seed: int, norm_type: str, eps: float) -> None:
@@ -277,30 +241,3 @@ def test_paths_obey_the_triangle_and_updates_pythagoras(seed: int, norm_type: st
     length = torch.linalg.vector_norm(remove_mean(h, norm_type), dim=-1)
     assert torch.allclose(turn, torch.atan2(across, length + radial))
     assert float(formulas.update_split(h, 0.5 * h, norm_type)[2].max()) < 1e-7
-
-
-def test_what_models_without_such_updates_or_heads_give() -> None:
-    post_norm = tlg.token_paths(tiny("bridge", "bert"), tokens(1, 6))
-    assert bool(post_norm.radial.isnan().all())
-    assert any("no updates" in flag for flag in post_norm.provenance.flags)
-    for dtype in (torch.bfloat16, torch.float64):  # half precision rounds sums at 1 in 256
-        assert (
-            tlg.token_paths(tiny("bridge", "llama", dtype=dtype), tokens(2, 9))
-            .turn.isfinite()
-            .all()
-        )
-    one = tlg.token_paths(from_hf(hf_model("gpt2", n_layer=1), None, name="one"), tokens(2, 5))
-    assert torch.equal(one.steps.sum(-1), one.net)
-    if HAS_HOOKED:
-        bare = tlg.token_paths(tiny_hooked(attn_only=True, normalization_type="LN"), tokens(2, 5))
-        assert bare.radial[0].any()
-        assert not bare.tangential[1].any()
-    text = tlg.token_paths(tlg.zoo.embedded(), "def f(x):\n    return x", prepend_bos=True)
-    assert text.str_tokens[0][0] == "<|endoftext|>"
-    assert text.provenance.has_bos
-    model, ids = tiny("bridge", "gpt2"), tokens(2, 4)
-    other = tlg.decompose(tiny("bridge", "opt"), tokens(8, 6), progress=False)
-    bare = tlg.decompose(model, tokens(8, 6), progress=False, keep=0)
-    for basis, words in ((other, "the model it was computed from"), (bare, "sampled states")):
-        with pytest.raises(GeometryError, match=f"basis: expected {words}"):
-            tlg.token_paths(model, ids, basis)

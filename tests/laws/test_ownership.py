@@ -37,9 +37,6 @@ def basis(model: Any, windows: Tokens) -> tlg.PositionContext:
     return tlg.decompose(model, windows, progress=False)
 
 
-# --- Tensors that the caller goes on writing into ---------------------------------------------
-
-
 def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
     """Every tensor that can be reached from a result, without the model."""
     if id(value) in seen or isinstance(value, nn.Module | type | str | bytes):
@@ -190,9 +187,6 @@ def test_a_file_that_is_written_over_leaves_what_was_read(
     assert all(map(torch.equal, before, after))
 
 
-# --- Weights that change while a pass runs ----------------------------------------------------
-
-
 def _while_training(model: Any, rows: Tensor) -> Iterator[Tensor]:
     """Batches, in the middle of which a weight changes."""
     for i, part in enumerate(rows.split(3)):
@@ -219,9 +213,6 @@ def test_weights_that_change_during_a_pass_are_refused(
     call(own, iter(windows.tokens.split(3)), basis)
     with pytest.raises(GeometryError, match="changed during the pass"):
         call(own, _while_training(own, windows.tokens), basis)
-
-
-# --- Files and tables -------------------------------------------------------------------------
 
 
 def test_a_link_goes_on_leading_to_its_file(basis: tlg.PositionContext, tmp_path: Path) -> None:

@@ -117,9 +117,6 @@ PAGES = ("split", "heads", "graph", "tokens", "attention", "induction")
 each_page = pytest.mark.parametrize("name", PAGES)
 
 
-# ---- what pages add up to
-
-
 def test_the_panels_of_a_split_add_up_and_constants_stand_apart() -> None:
     split = synthetic(2, 9)
     part = payload(render.split(split))["parts"][0]
@@ -155,9 +152,6 @@ def test_too_large_a_page_is_refused_and_a_part_of_it_is_not() -> None:
         render.split(split)
     assert refused.value.what in ("split", "page")
     assert len(render.split(split, heads=split.heads[:4]).page) < 5_000_000
-
-
-# ---- pages by themselves
 
 
 @each_page
@@ -236,9 +230,6 @@ def test_a_click_on_an_edge_goes_to_its_node(browser: Browser, tmp_path: Path) -
         tab.assert_harmless()
 
 
-# ---- figures
-
-
 def anova() -> Any:
     return tlg.decompose_activations(torch.randn(4, 12, 16, 8)).anova()
 
@@ -252,16 +243,6 @@ def test_a_figure_is_drawn_into_the_users_axes() -> None:
     assert len(axis.lines) == 3
     with pytest.raises(GeometryError, match="panel"):
         render.variance_shares(anova(), control=anova(), ax=axis)
-
-
-def test_a_figure_is_the_same_in_every_form_and_run(tmp_path: Path) -> None:
-    table = anova()
-    first, second = render.variance_shares(table), render.variance_shares(table)
-    assert first.svg() == second.svg()
-    for form, starts in (("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")):
-        assert first.save(tmp_path / f"x.{form}").read_bytes().startswith(starts)
-    assert "prefers-color-scheme:dark" in first.html()
-    assert b"position" in first.svg()  # text stays text
 
 
 def test_plot_finds_the_view_of_a_result() -> None:

@@ -62,9 +62,6 @@ def findings(out: Path) -> list[str]:
     return [unescape(re.sub("<[^>]+>", " ", text)) for text in found]
 
 
-# ---- the page
-
-
 @pytest.mark.slow
 def test_every_section_is_made_and_every_question_answered(made: Made) -> None:
     out, said, record = made
@@ -121,9 +118,6 @@ def test_the_page_is_escaped_and_asks_for_nothing(made: Made) -> None:
     policy = html.partition('content="')[2].partition('"')[0]
     assert "default-src 'none'" in policy
     assert "unsafe-inline" not in policy.partition("script-src")[2]
-
-
-# ---- the folder
 
 
 @pytest.mark.slow
@@ -198,9 +192,6 @@ def test_what_cannot_be_computed_is_a_card(
     assert (tmp_path / "readout_ov.csv").exists()
     assert not (tmp_path / "heads.csv").exists()
     assert json.loads((tmp_path / "report.json").read_text())["failed"] == record["failed"]
-
-
-# ---- findings
 
 
 def tables(shift: float, count: int, seed: int = 0) -> Iterator[pd.DataFrame]:

@@ -11,18 +11,13 @@ import pytest
 import torch
 
 import tl_geometry as tlg
+from tests.lib.data import refused
 from tests.lib.kinds import far
 from tests.lib.models import loadable, tiny, tokens
 from tl_geometry import scores
 
 QUIET: dict[str, Any] = {"progress": False}
 IDS = tokens(2, 14, seed=7)
-
-
-def refused(call: Any, kind: type[Exception] = tlg.GeometryError) -> Any:
-    with pytest.raises(kind) as caught:
-        call()
-    return caught.value
 
 
 @cache
@@ -34,9 +29,6 @@ def basis_of(architecture: str, normed: bool = False, way: tuple[str, bool] | No
 def _way(architecture: str, way: tuple[str, bool] | None = None) -> tuple[str, str, bool]:
     model_class, processed = way or loadable(architecture)[0]
     return model_class, architecture, processed
-
-
-# ---- the terms add up
 
 
 @pytest.mark.once
@@ -58,12 +50,6 @@ def test_parts_too_large_for_their_rounding() -> None:
     refused(lambda: call(1e6))  # they sum to the stream only as far as float32 goes
     assert not any("rounding" in flag for flag in flags[1.0])
     assert any("rounding" in flag for flag in flags[1e2])
-
-
-# ---- other ways in
-
-
-# ---- rotary planes
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gptj", "neox", "llama-yarn", "gemma3", "gpt2"])

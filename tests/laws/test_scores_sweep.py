@@ -23,12 +23,6 @@ SEEN, FRESH = tokens(40, 12, seed=2), tokens(40, 12, seed=12)
 SHARES = ("cs", "gs")
 
 
-def refused(call: Any) -> tlg.GeometryError:
-    with pytest.raises(tlg.GeometryError) as caught:
-        call()
-    return caught.value
-
-
 @cache
 def basis_of(kind: str, normed: bool = False) -> Any:
     return tlg.decompose(tiny("bridge", kind), SEEN, normalize=normed, **QUIET)
@@ -39,20 +33,7 @@ def sweep_of(kind: str, normed: bool = False, **options: Any) -> Any:
     return tlg.sweep_heads(tiny("bridge", kind), FRESH, basis_of(kind, normed), **QUIET, **options)
 
 
-# ---- the same as splits
-
-
-@pytest.mark.parametrize(
-    ("kind", "normed"),
-    [
-        ("llama", False),
-        ("bloom", True),
-        ("gemma2", False),
-        ("gpt-oss", True),
-        ("qwen3", True),
-        ("bert", False),
-    ],
-)
+@pytest.mark.parametrize(("kind", "normed"), [("bloom", True), ("gpt-oss", True), ("bert", False)])
 def test_a_sweep_equals_its_splits(kind: str, normed: bool) -> None:
     """Every share, the attention left out, every plane, the labels."""
     model, fitted, ids = tiny("bridge", kind), basis_of(kind, normed), FRESH[:6]
@@ -76,25 +57,6 @@ def test_a_sweep_equals_its_splits(kind: str, normed: bool) -> None:
         swept.shares().to_dataframe().drop(columns="total").shape
         == shares.to_dataframe().drop(columns="total").shape
     )
-
-
-@pytest.mark.once
-def test_some_heads_in_any_order() -> None:
-    options: dict[str, Any] = {"planes": True, "intervals": True}
-    whole, model = sweep_of("llama", **options), tiny("bridge", "llama")
-    for chosen in ([(1, 3), (0, 2)], [(0, 0)], ["L1H1", "L1H0"]):
-        some = tlg.sweep_heads(model, FRESH, basis_of("llama"), heads=chosen, **QUIET, **options)
-        rows = [whole.heads.index(head) for head in some.heads]
-        for name in (*SHARES, "by_plane", "dropped_mass"):
-            assert torch.allclose(getattr(some, name), getattr(whole, name)[rows], atol=1e-6)
-        assert torch.allclose(some.samples["gs"], whole.samples["gs"][rows], atol=1e-6)
-        null = "cs_position_null"
-        assert torch.allclose(some.nulls[null], whole.nulls[null][rows], atol=1e-4)
-        for name, scored in some.types.items():
-            assert torch.equal(scored, whole.types[name][rows])
-
-
-# ---- intervals
 
 
 def jackknife(
@@ -149,9 +111,6 @@ def test_intervals_are_those_of_sweeps_run_again(kind: str, normed: bool) -> Non
     assert sweep_of(kind, normed).interval() is None
 
 
-# ---- nulls
-
-
 def test_the_null_of_position() -> None:
     """Learned positions that matter are seen by every draw; p is adjusted for the heads."""
     found = sweep_of("gpt2", intervals=True)
@@ -189,9 +148,6 @@ def test_without_position_p_values_are_spread_evenly() -> None:
     p = torch.cat(found)
     assert float((p <= 0.05).double().mean()) < 0.2
     assert 0.2 < float((p > 0.5).double().mean()) < 0.8
-
-
-# ---- a model that was trained
 
 
 def test_the_heads_of_the_embedded_model_are_found() -> None:

@@ -33,9 +33,6 @@ def far(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().max())
 
 
-# ---- shares by writer
-
-
 @pytest.mark.parametrize("grain", ["writers", "blocks"])
 @pytest.mark.parametrize("kind", kinds.KINDS)
 def test_shares_are_those_of_the_explicit_decoder(kind: str, grain: str) -> None:
@@ -95,33 +92,6 @@ def test_the_value_side_is_the_covariance_of_the_output(
     expected = (out * total).sum((1, 2, 4)) / total.square().sum((0, 1, 3))
     assert far(table.cs[:, 2, 1:], expected.mT) < 1e-4
     assert queries is None or far(table.cs, composed(model, layers=1).cs) > 1e-2
-
-
-@pytest.mark.parametrize("architecture", ["gpt2", "gemma2"])
-def test_chosen_queries_are_rows_of_the_split(architecture: str) -> None:
-    model, queries = tiny(loadable(architecture)[0][0], architecture), [5, 9, 13]
-    table = composed(model, heads=["L1H2", "L1H0"], queries=[5, 9, -1], drop=2)
-    assert table.queries == (5, 9, 13)
-    split = tlg.split_scores(model, PROMPTS, heads=table.heads, parts="writers")
-    allowed = split.allowed[0][queries, 2:]
-    n_keys, cap = allowed.sum(-1, keepdim=True), float(split.softcap[0])
-    total = torch.where(allowed, split.total()[..., queries, 2:].double(), 0.0)
-    p = (cap * torch.tanh(total / cap) if cap < torch.inf else total).masked_fill(~allowed, -1e30)
-    centred = torch.where(allowed, total - total.sum(-1, keepdim=True) / n_keys, 0.0)
-    for weight, shares in ((centred, table.cs), (p.softmax(-1) - allowed / n_keys, table.gs)):
-        for part, name in enumerate(split.parts):
-            for side in (0, 1):
-                q, k = (
-                    x[part] if side == n else x.sum(0) for n, x in enumerate((split.q, split.k))
-                )
-                term = torch.einsum("bihe,bjhe->bhij", q, k)[..., queries, 2:].double()
-                expected = (weight * term).sum((0, 2, 3)) / (weight * centred).sum((0, 2, 3))
-                assert far(shares[:, side, table.parts.index(name)], expected) < 2e-4
-    pooled, named = composed(model, drop=1), composed(model, queries=range(1, 14), drop=1)
-    assert far(pooled.other_cs.nan_to_num(), named.other_cs.nan_to_num()) < 1e-5
-
-
-# ---- nulls and intervals
 
 
 @torch.no_grad()
@@ -213,6 +183,3 @@ def test_intervals_are_a_jackknife_over_groups_of_prompts(architecture: str) -> 
         assert torch.allclose(low, value - reach, atol=1e-4, equal_nan=True)
         assert torch.allclose(high, value + reach, atol=1e-4, equal_nan=True)
         assert float(error[:, :2].max()) > 1e-3  # the prompts differ
-
-
-# ---- the table, and what is refused

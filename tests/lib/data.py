@@ -3,12 +3,29 @@ that a test asks for; and what a planted result says of where it comes from."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor
 
+from tl_geometry import GeometryError
 from tl_geometry.base.results import Provenance
 
-__all__ = ["Provenance", "additive", "random_states"]
+__all__ = ["Provenance", "additive", "normal", "random_states", "refused"]
+
+
+def refused(call: Callable[[], object], kind: type[Exception] = GeometryError) -> Any:
+    """The error of a call."""
+    with pytest.raises(kind) as caught:
+        call()
+    return caught.value
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    """Normal numbers in float64."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def random_states(

@@ -38,9 +38,6 @@ _FUSED = ("c_attn", "query_key_value", "Wqkv", "qkv_proj")
 _QUERY_KEY = ("q_proj", "k_proj", "query.", "key.", ".q.", ".k.", *_FUSED)
 
 
-# -- weights ---------------------------------------------------------------------------------------
-
-
 def hf_model(
     architecture: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any
 ) -> Any:
@@ -108,9 +105,6 @@ def randomize_hooked(model: nn.Module, seed: int = 0, sharpness: float = 2.4) ->
             value.copy_(draw / math.sqrt(value.shape[-2]) * size)
 
 
-# -- inputs ----------------------------------------------------------------------------------------
-
-
 def tokens(batch: int = 2, length: int = 16, seed: int = 1) -> Tensor:
     """Random token ids ``[batch position]``, none of them special."""
     return torch.randint(3, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
@@ -141,9 +135,6 @@ def _on_disk(tokenizer: Any) -> Iterator[Any]:
     with TemporaryDirectory() as directory:
         tokenizer.save_pretrained(directory)
         yield AutoTokenizer.from_pretrained(directory, local_files_only=True)
-
-
-# -- models of TransformerLens ---------------------------------------------------------------------
 
 
 def refusal(model_class: str, architecture: str, processed: bool = False) -> str | None:

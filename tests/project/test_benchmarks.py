@@ -35,8 +35,6 @@ pytestmark = pytest.mark.once
 ROOT = Path(__file__).resolve().parents[2]
 BOTH = pytest.mark.parametrize("positions", POSITIONS)
 
-# ---- the benchmarks
-
 
 @pytest.mark.nightly
 def test_every_benchmark_runs_in_its_small_size() -> None:
@@ -52,9 +50,6 @@ def test_every_benchmark_runs_in_its_small_size() -> None:
     assert all(row.seconds > 0 or math.isnan(row.seconds) for row in rows)
     shares = ("calibration", "known")
     assert all(row.ratio > 0 for row in rows if row.benchmark not in shares), "a share may be 0"
-
-
-# ---- circuits that are known
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -97,17 +92,6 @@ def test_covariance_alone_is_wrong_where_gain_disagrees(positions: str) -> None:
     assert (alone.recovered, alone.false) == (label.recovered - 1, label.false + 1)
 
 
-@BOTH
-def test_weights_alone_take_idle_heads_for_writers(positions: str) -> None:
-    shares = {f.measure: f for f in known_measures.composed("idle", positions, 3)}
-    weights = shares.pop("composition scores of weights alone (rival)")
-    assert all(found.counts[1:] == (0, 0) for found in shares.values())
-    assert weights.counts == Counts(0, 3, 3)
-
-
-# ---- intervals cover and nulls are null
-
-
 @pytest.mark.nightly
 def test_intervals_cover_where_windows_come_in_topics() -> None:
     topics = [x for x in share_settings() if x["world"].topics]
@@ -143,9 +127,6 @@ def test_a_promise_that_is_not_kept_is_said() -> None:
     assert not outcome("size 0.002", every[500], 0, SOME, goal=SIZE).kept
     assert outcome("at most 0.05", every[500], 0, SOME, goal=AT_MOST).kept
     assert not outcome("at most 0.05", every[5], 0, SOME, goal=AT_MOST).kept
-
-
-# ---- training
 
 
 @pytest.mark.nightly

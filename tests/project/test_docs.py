@@ -47,9 +47,6 @@ def blocks(form: str) -> list[str]:
     return re.findall(rf"^```{form}\n(.*?)^```$", README, flags=re.DOTALL | re.MULTILINE)
 
 
-# ---- pictures and their code
-
-
 def test_every_example_has_the_picture_of_its_code_and_a_text_to_read_it_by() -> None:
     stored = {path.stem for path in (DOCS / "_static").glob("*.png")}
     assert stored == set(SCRIPTS) | {growth.PICTURE.stem}
@@ -87,9 +84,6 @@ def test_the_first_script_prints_what_is_stored() -> None:
     view, printed = pictures.run(pictures.code(SCRIPTS["induction"]))
     assert printed == blocks("text")[0]
     assert "L1H0" in view.title
-
-
-# ---- links, tables, the API
 
 
 def links(page: str) -> set[str]:
@@ -188,6 +182,3 @@ def test_public_names_are_few_and_each_is_used_where_a_reader_sees_it() -> None:
         "x",
     }
     assert shown('"""unused"""\nused()', script=True) == {"used"}
-
-
-# ---- the built site

@@ -32,8 +32,6 @@ RIGHT: Any = torch.ones(3)
 WRONG: Any = torch.ones(4)
 TEXT: Any = "text"
 
-# ---- annotations
-
 
 @jaxtyping.jaxtyped(typechecker=beartype)
 def every_kind(
@@ -71,9 +69,6 @@ def test_every_kind_of_argument_is_checked() -> None:
             call()
 
 
-# ---- skips and tiers
-
-
 PLANTED = """import pytest
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
@@ -104,9 +99,6 @@ def test_a_run_of_the_tests(
     )
     assert done.returncode == code, done.stdout + done.stderr
     assert said in done.stdout
-
-
-# ---- planted faults
 
 
 @pytest.mark.nightly

@@ -29,8 +29,6 @@ ASSETS = {
 }
 PIN = r"[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.]*"
 
-# ---- the wheel
-
 
 def python(code: str, *words: object, **options: Any) -> str:
     command = [sys.executable, "-c", code, *map(str, words)]
@@ -77,9 +75,6 @@ def test_the_source_distribution_builds_the_same_wheel_and_ships_no_test_that_ca
         inside = set(packed.namelist())
     for package, assets in ASSETS.items():
         assert {f"tl_geometry/{package}/assets/{name}" for name in assets} <= inside
-
-
-# ---- what is declared
 
 
 @pytest.mark.parametrize("name", ["", "-tl4", "-dev", "-docs"])
@@ -153,9 +148,6 @@ def f():
     assert not {"msgpack", "left-pad", "rpy2"} & declared(dev=True)
 
 
-# ---- the conda recipe, versions and CI
-
-
 CONDA_NAMES = {"torch": "pytorch", "matplotlib": "matplotlib-base"}
 
 
@@ -221,6 +213,3 @@ def test_ci_runs_what_the_readme_says() -> None:
     assert len(pins) >= 3
     # TransformerLens 4.3 is tested with the same models
     assert pins <= set(re.findall(r"[\w.-]+==[\w.]+", script))
-
-
-# ---- the sites of versions

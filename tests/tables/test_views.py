@@ -59,9 +59,6 @@ def pages(name: str) -> tuple[str, str]:
     return pages_of(shown(name)[1])
 
 
-# ---- four things
-
-
 @each_view
 def test_a_view_says_four_things(name: str) -> None:
     result, view = shown(name)
@@ -73,9 +70,6 @@ def test_a_view_says_four_things(name: str) -> None:
     if not hasattr(view, "page"):
         page = Cells(pages(name)[1]).text
         assert all(text in page for text in said.values())
-
-
-# ---- numbers
 
 
 def numbers(value: Any, depth: int = 0) -> Iterator[np.ndarray]:
@@ -196,9 +190,6 @@ def test_a_number_that_is_not_in_the_result_is_found() -> None:
     assert wrong == [0.123456, 0.654321]
 
 
-# ---- colours of signs
-
-
 def is_red(colour: Any) -> bool:
     return colour[0] > colour[2]
 
@@ -224,9 +215,6 @@ def test_red_is_positive_and_blue_is_negative(name: str) -> None:
             assert not is_red(image.cmap(image.norm(low)))
         elif values.ndim == 2 and np.nanmin(values) < -0.01 * np.nanmax(values):
             raise AssertionError(f"{name} draws negative values on a scale from 0")
-
-
-# ---- pages that open anywhere
 
 
 @each_view

@@ -94,9 +94,6 @@ def fit_map(x: np.ndarray, y: np.ndarray, kind: str) -> Map:
     return lambda h: (h - x.mean(0)) @ best + y.mean(0)
 
 
-# -- outputs (SPEC G.5) ----------------------------------------------------------------------------
-
-
 def trajectories(run: Run, n_layers: int, position: int = -1) -> np.ndarray:
     """States after every block at one position, ``[trajectory state d]`` (SPEC G.1)."""
     states = [run["state", l + 1][:, position] for l in range(n_layers)]

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from tests.lib.reference.decoder import Decoder, Norm, Run
 
-# -- ranks and norms (SPEC B.1 to B.3) -------------------------------------------------------------
-
 
 def screenot(
     s: np.ndarray, shape: tuple[int, int], k: int = 20, strategy: str = "i"
@@ -56,9 +54,6 @@ def relative_norm(h: np.ndarray, *, centred: bool = True) -> float:
     tiled = np.broadcast_to(h.mean(0) - mean, h.shape).reshape(-1, h.shape[-1])
     M = (h - mean if centred else h).reshape(-1, h.shape[-1])
     return float(np.linalg.norm(tiled, 2) / np.linalg.norm(M, 2))
-
-
-# -- Gram matrix and smoothness (SPEC B.5 to B.8) --------------------------------------------------
 
 
 def unit(rows: np.ndarray) -> np.ndarray:
@@ -112,9 +107,6 @@ def fracture(P: np.ndarray) -> tuple[float, int]:
     return float(steps.max() / np.median(steps)), int(steps.argmax())
 
 
-# -- position and context (SPEC B.9 to B.11) -------------------------------------------------------
-
-
 class Cosines(NamedTuple):
     """Of all (position, context) pairs: largest and mean absolute value, RMS, signed mean."""
 
@@ -158,9 +150,6 @@ def compactness(x: np.ndarray, labels: Sequence[int]) -> float:
         between += len(rows) * np.outer(centre - mean, centre - mean) / len(x)
     known = np.linalg.cond(within) < 1e9  # not where states lie in a subspace
     return float(np.trace(between @ np.linalg.inv(within))) if known else np.nan
-
-
-# -- weights (SPEC D) ------------------------------------------------------------------------------
 
 
 def head_matrix(decoder: Decoder, layer: int, head: int, matrix: str) -> np.ndarray:
@@ -216,9 +205,6 @@ def token_readout(
             ends[2 * i + 1].append(order[::-1][:k])
     rank = decoder.blocks[layer].W_Q.shape[-1]
     return Readout(S[:rank], *(np.stack(end) for end in ends))
-
-
-# -- the sphere (SPEC F) ---------------------------------------------------------------------------
 
 
 def angle(a: Tensor, b: Tensor) -> Tensor:

@@ -22,9 +22,6 @@ Term = tuple[str, str]
 BIAS, ALIBI = "bias", "alibi"
 
 
-# -- parts of the stream ---------------------------------------------------------------------------
-
-
 def normed(decoder: Decoder, run: Run, layer: int) -> Tensor:
     """``h A / s``: what a normalised basis is fitted on (SPEC L)."""
     norm = decoder.norm if layer == decoder.n_layers else decoder.blocks[layer].norm
@@ -77,9 +74,6 @@ def by_block(written: Parts) -> dict[str, Tensor]:
     return joined
 
 
-# -- terms -----------------------------------------------------------------------------------------
-
-
 def projected(
     decoder: Decoder, run: Run, layer: int, which: str, parts: Parts, *, normalized: bool = False
 ) -> dict[str, Tensor]:
@@ -129,9 +123,6 @@ def split_values(
     values = projected(decoder, run, layer, "v", parts, normalized=normalized)
     p = run["pattern", layer]
     return {name: torch.einsum("bhij,bjhe->bihe", p, v) for name, v in values.items()}
-
-
-# -- shares ----------------------------------------------------------------------------------------
 
 
 class Shares(NamedTuple):
@@ -190,9 +181,6 @@ def head_shares(
 def dropped_mass(pattern: Tensor, drop: int) -> Tensor:
     """Attention of the other queries to the first ``drop`` keys, ``[h]`` (SPEC N)."""
     return pattern[:, :, drop:, :drop].sum(-1).mean((0, 2))
-
-
-# -- rotary planes ---------------------------------------------------------------------------------
 
 
 def plane_terms(decoder: Decoder, layer: int, q: Tensor, k: Tensor) -> Tensor:

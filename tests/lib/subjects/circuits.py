@@ -171,9 +171,6 @@ def featured(f: Any) -> Answers:
     }
 
 
-# ---- calls
-
-
 def _prompt(w: World) -> torch.Tensor:
     return w.ids[:1, :8]
 
@@ -269,7 +266,6 @@ SUBJECTS = (
     ),
     Subject(
         name="mean_graph",
-        covers=("mean_graph",),
         call=_mean_of_graphs,
         answers=mean_graph,
         gauge={"*": KEPT},
@@ -286,7 +282,6 @@ SUBJECTS = (
     ),
     Subject(
         name="edge_scores",
-        covers=("edge_scores",),
         call=_edge_scores,
         reference=reference.edge_scores,
         answers=edges,
@@ -300,7 +295,6 @@ SUBJECTS = (
     ),
     Subject(
         name="faithfulness",
-        covers=("faithfulness",),
         call=faithfulness,
         reference=reference.faithfulness,
         answers=faithful,
@@ -315,7 +309,6 @@ SUBJECTS = (
     ),
     Subject(
         name="composition",
-        covers=("composition",),
         call=composition,
         answers=composed,
         variants={"writers": {}, "blocks": {"parts": "blocks"}, "last query": {"queries": -1}},

@@ -164,7 +164,6 @@ SUBJECTS = (
     ),
     Subject(
         name="decompose_activations",
-        covers=("decompose_activations",),
         call=_own_activations,
         answers=basis,
         variants={"tensor": {}, "window": {"window": (1, 9)}},

@@ -204,7 +204,6 @@ def _samples(w: World, **options: Any) -> torch.Tensor:
 SUBJECTS = (
     Subject(
         name="trajectories",
-        covers=("trajectories",),
         call=lambda w, **o: tlg.trajectories(w.model, w.pilots, **QUIET, **o),
         reference=reference.trajectories,
         answers=trajectories,
@@ -217,7 +216,6 @@ SUBJECTS = (
     ),
     Subject(
         name="fit_aligned_bases",
-        covers=("fit_aligned_bases",),
         call=lambda w, **o: flow.fit_aligned_bases(w.all_states.X, **o),
         reference=reference.aligned,
         answers=aligned,
@@ -266,7 +264,6 @@ SUBJECTS = (
     ),
     Subject(
         name="skip_costs",
-        covers=("skip_costs",),
         call=skips,
         answers=skipped,
         seeds=("*",),
@@ -277,7 +274,6 @@ SUBJECTS = (
     ),
     Subject(
         name="fit_noise_law",
-        covers=("fit_noise_law",),
         call=lambda w, **o: flow.fit_noise_law(_log_variances(), **o),
         answers=law,
         variants={"asymptotic": {}, "increment": {"law": "increment"}},
@@ -285,7 +281,6 @@ SUBJECTS = (
     ),
     Subject(
         name="LangevinModel",
-        covers=("LangevinModel",),
         call=_langevin,
         answers=langevin,
         only={"*": lambda w: w.kind == "gpt2"},
@@ -310,7 +305,6 @@ SUBJECTS = (
     ),
     Subject(
         name="compare_ensembles",
-        covers=("compare_ensembles",),
         call=lambda w: flow.compare_ensembles(
             {"pilots": w.all_states, "some": w.all_states.pick(_some(w))}, k=4
         ),

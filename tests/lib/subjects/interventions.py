@@ -173,9 +173,6 @@ EDITS = (
 )
 
 
-# ---- measurements
-
-
 def conditions(e: Any) -> Answers:
     """Metric and paired change of each condition, the clean run first."""
     found: Answers = {

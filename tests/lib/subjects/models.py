@@ -108,14 +108,12 @@ def _untrained(w: World, **options: Any) -> Answers:
 MODELS = (
     Subject(
         name="check_model",
-        covers=("check_model",),
         call=lambda w: tlg.check_model(w.model),
         answers=verdicts,
         real=("plain",),
     ),
     Subject(
         name="view",
-        covers=("view",),
         call=lambda w: tlg.view(w.model),
         answers=seen,
         gauge=dict.fromkeys(("W_E", "W_U", "b_U", "gain *", "bias *"), LOADED),
@@ -137,7 +135,6 @@ MODELS = (
         name="output head",
         covers=("view",),
         call=output,
-        answers=lambda found: found,
         order={"log probabilities": 0},
         later={"log probabilities": 1},
         half=("log probabilities",),
@@ -160,7 +157,6 @@ MODELS = (
         name="untrained control",
         covers=("reinitialized",),
         call=_untrained,
-        answers=lambda found: found,
         variants={"init": {"seed": 2}, "shuffle": {"how": "shuffle"}, "block 1": {"blocks": [1]}},
         order={"log *": 0},
         seeds=("log *", "squares *"),
@@ -172,7 +168,6 @@ MODELS = (
     ),
     Subject(
         name="load",
-        covers=("load",),
         call=lambda w: models.load(EMBEDDED)(w.ids, return_type="logits"),
         answers=lambda logits: {"log probabilities": logits.double().log_softmax(-1)},
         only={"*": lambda w: w.kind == "embedded"},
@@ -215,9 +210,6 @@ MODELS = (
         real=("plain",),
     ),
 )
-
-
-# ---- corpus
 
 
 def windows(t: Any) -> Answers:
@@ -292,7 +284,6 @@ CORPUS = (
         covers=("corpus.splice",),
         call=lambda w, **o: corpus.splice(_known(w), **o),
         answers=windows,
-        variants={"plain": {}},
         seeds=("ids",),
         without={"order:*": "pieces are drawn by their place"},
     ),

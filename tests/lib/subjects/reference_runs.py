@@ -27,9 +27,6 @@ TERMS = {
 CHANGES = {"remove": edits.removing, "keep": edits.keeping, "mean": edits.averaging}
 
 
-# ---- circuits
-
-
 def between(w: World, variant: str, answers: Answers) -> Expected:
     """Values of all components in the graph between two prompts."""
     if variant == "MLPs as leaves":
@@ -104,9 +101,6 @@ def faithfulness(w: World, variant: str, answers: Answers) -> Expected:
         kept.append(metric(run["logits", 0]))
     clean, other = (metric(run_of(w, n)["logits", 0]) for n in ("prompts", "prompts_other"))
     return {"metric": torch.stack(kept), "metric, clean": clean, "metric, counterfactual": other}
-
-
-# ---- edits
 
 
 def _said(w: World, hooks: Hooks) -> Expected:
@@ -196,9 +190,6 @@ def paths(w: World, variant: str, answers: Answers) -> Expected:
         "effect by prompt": torch.stack([metric(run["logits", 0]) - clean for run in runs])[None],
         "metric, clean": clean,
     }
-
-
-# ---- flow
 
 
 @cache

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.lib.double import double_hf
+from tests.lib.kinds import decoder
 from tests.lib.reference import geometry, moments, scores
-from tests.lib.reference.decoder import Decoder, Run
+from tests.lib.reference.decoder import Run
 from tests.lib.subjects.row import Answers
 from tests.lib.worlds import World
 
@@ -21,12 +21,6 @@ Expected = Mapping[str, Any]
 WINDOW = 1
 """The first position of the default window."""
 ENDS = ("_top", "_bottom")
-
-
-@cache
-def decoder(kind: str) -> Decoder:
-    """The explicit decoder of a tiny kind."""
-    return Decoder.of(double_hf(kind))
 
 
 @cache
@@ -59,9 +53,6 @@ def places(heads: list[str]) -> list[tuple[int, int]]:
     return [(int(layer), int(head)) for layer, head in (h[1:].split("H") for h in heads)]
 
 
-# ---- decomposition
-
-
 def decompose(w: World, variant: str, answers: Answers) -> Expected:
     window = (4, 12) if variant == "window" else (WINDOW, w.corpus.shape[1])
     of = states(w, "corpus")
@@ -86,9 +77,6 @@ def anova(w: World, variant: str, answers: Answers) -> Expected:
     for part in ("total", "pos", "ctx", "resid"):
         found[f"variance.{part}"] = np.array([getattr(a, part) for a in of])
     return found
-
-
-# ---- scores
 
 
 def stream_parts(w: World, layer: int, variant: str) -> tuple[dict[str, Tensor], bool]:
@@ -209,9 +197,6 @@ def sweep(w: World, variant: str, answers: Answers) -> Expected:
         "gs by term": gs,
         "attention to positions left out": torch.stack(mass),
     }
-
-
-# ---- weights, measures, sphere
 
 
 def readout(w: World, variant: str, answers: Answers) -> Expected:

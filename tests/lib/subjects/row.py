@@ -30,10 +30,10 @@ Options = Mapping[str, Any]
 class Subject:
     """One public function, or one use of it.
 
-    ``covers`` are names of version 2 (:mod:`tests.lib.names`). ``call(world, **options)`` gives the
-    library's result, ``answers`` turns it into named quantities. ``variants`` are sets of options
-    by name; ``only`` says for which worlds a variant (or ``"*"``, all of them) exists, ``real``
-    which variants run on the real decoder too.
+    ``covers`` are names of version 2 (:mod:`tests.lib.names`), by default its own. ``call(world,
+    **options)`` gives the library's result, ``answers`` turns it into named quantities.
+    ``variants`` are sets of options by name; ``only`` says for which worlds a variant (or ``"*"``,
+    all of them) exists, ``real`` which variants run on the real decoder too.
 
     What laws need to know (:mod:`tests.tables.test_subjects`): ``order`` gives the axis of prompts
     of those quantities that have one; all others stay the same where prompts change places.
@@ -50,9 +50,9 @@ class Subject:
     """
 
     name: str
-    covers: tuple[str, ...]
     call: Callable[..., Any]
-    answers: Callable[[Any], Answers]
+    covers: tuple[str, ...] = ()
+    answers: Callable[[Any], Answers] = lambda found: found
     variants: Mapping[str, Options] = field(default_factory=lambda: {"plain": {}})
     only: Mapping[str, Callable[[World], bool]] = field(default_factory=dict)
     real: tuple[str, ...] = ()
@@ -97,6 +97,11 @@ class Subject:
         return match(own, key) or match(more, key)
 
     @property
+    def covered(self) -> tuple[str, ...]:
+        """Names of version 2 that it is about."""
+        return self.covers or (self.name,)
+
+    @property
     def takes(self) -> frozenset[str]:
         """Options that its call names itself."""
         return frozenset(inspect.signature(self.call).parameters)
@@ -122,9 +127,6 @@ def plain(value: Any) -> Any:
     if array.dtype == object:
         raise TypeError(f"expected numbers or strings, got {value!r}")
     return array.astype(np.float64)
-
-
-# ---- words that many rows share
 
 
 def label(head: Any) -> str:

@@ -41,9 +41,6 @@ class Shown:
         return result, self.draw(result)
 
 
-# ---- what views compute from their results
-
-
 def cosines(basis: Any) -> Numbers:
     """Of the positional and context vectors of state 1."""
     rows = torch.cat([basis.pos[1], basis.ctx[1]]).double()
@@ -106,9 +103,6 @@ def groups_of(split: Any) -> Numbers:
 def percent(result: Any) -> Numbers:
     """Kept edges in per cent of all."""
     yield from (100 * result.kept.double() / total for total in range(1, 400))
-
-
-# ---- the table
 
 
 def positional(w: World) -> Any:
@@ -190,8 +184,6 @@ VIEWS = {
     "attention_heads": Shown(result=lambda w: w.split, draw=render.attention_heads, more=groups_of),
     "induction": Shown(result=lambda w: w.graph, draw=render.induction),
 }
-
-# ---- rows of the subject table
 
 
 def said(shown: tuple[Any, Any]) -> Answers:

@@ -82,7 +82,6 @@ def generated(s: Scene, cached: bool) -> Any:
 
 TERMS = {
     "a term of no name": ({"names": "pos-nothing"}, "term"),
-    "a term of three parts": ({"names": ("pos", "pos", "pos")}, "term"),
 }
 
 GROUPS = (
@@ -192,7 +191,6 @@ GROUPS = (
             "tokens beyond the vocabulary": ({"answer": 10**6}, "token|answer"),
             "tokens of three prompts": ({"answer": [5, 6, 7]}, "answer"),
             "no tokens": ({"answer": None}, "answer"),
-            "a number as a metric": ({"metric": 5}, "metric"),
             "a metric of no name": ({"metric": "accuracy"}, "metric"),
             "a control of no name": ({"control": "neurons"}, "control"),
             "a control that no edit has": ({"control": "planes"}, "control"),
@@ -208,7 +206,6 @@ GROUPS = (
         wrong={
             "to a block before": ({"senders": "L1H0", "receivers": ["L0H1<v>"]}, "senders"),
             "to a head as a whole": "L1H0",
-            "to a number": [7],
             "to nothing": [],
             "from nothing": ({"senders": []}, "head|senders"),
             "counterfactuals of other length": (

@@ -104,8 +104,6 @@ GROUPS = (
         right={"PNG": lambda s: s.folder / "a.png"},
         wrong={
             "of no kind": lambda s: s.folder / "a.docx",
-            "without a kind": lambda s: s.folder / "a",
-            "a number": 3,
             "below a file": ({"path": lambda s: s.path("plain") / "a.html"}, "."),
         },
     ),
@@ -117,7 +115,6 @@ GROUPS = (
         wrong={
             "of no kind": lambda s: s.folder / "a.docx",
             "an image": lambda s: s.folder / "a.png",
-            "a number": 3,
         },
     ),
     Group(
