@@ -31,8 +31,6 @@ pytestmark = pytest.mark.once
 
 BOS, EOS, PAD, UNKNOWN = range(4)
 """Special tokens of the tiny tokenizer; its words are ``w4`` to ``w60``."""
-END = "<|endoftext|>"
-"""The one special token of the embedded model: BOS, EOS and padding."""
 
 
 @pytest.fixture(scope="module")

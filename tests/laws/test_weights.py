@@ -16,7 +16,7 @@ from torch import Tensor
 
 import tl_geometry as tlg
 from tests.lib.data import normal
-from tests.lib.models import hf_model, tiny, tokens
+from tests.lib.models import hf_model, loadable, tiny, tokens
 from tl_geometry.base.errors import GeometryError, UnsupportedModelError
 from tl_geometry.models import from_hf
 from tl_geometry.models.norms import remove_mean
