@@ -113,29 +113,6 @@ def test_parts_of_a_part_of_a_window_are_exact_on_additive_data() -> None:
     assert (h[:, :2].mean(1) - basis.mean[0] - known["ctx"]).abs().max() > 0.1
 
 
-@pytest.mark.parametrize(
-    ("h", "zero", "identifiable"),
-    [
-        (random_states(1, 1, 5, 3), ("ctx", "resid"), False),
-        (random_states(1, 5, 1, 3), ("pos", "resid"), True),
-        (random_states(1, 1, 5, 3).expand(1, 4, 5, 3), ("ctx", "resid"), True),
-    ],
-)
-def test_degenerate_designs_have_defined_values(
-    h: Tensor, zero: tuple[str, ...], identifiable: bool
-) -> None:
-    basis = decompose_activations(h)
-    table = basis.anova()
-    for name in zero:
-        assert getattr(table, name)[0] <= 1e-12 * h.square().sum()
-    assert table.identifiable is identifiable
-    assert bool(table.shares["pos"].isnan()) is not identifiable
-    assert any("one context" in flag for flag in basis.flags()) is not identifiable
-    zeros = decompose_activations(torch.zeros(1, 3, 4, 2)).anova()
-    assert zeros.total.tolist() == [0.0]
-    assert zeros.shares["ctx"].isnan().all()
-
-
 @given(**SIZES, sizes=st.lists(st.integers(1, 4), min_size=1, max_size=5), groups=st.integers(1, 9))
 def test_streaming_equals_memory_under_every_partition(
     contexts: int, positions: int, d_model: int, seed: int, sizes: list[int], groups: int

@@ -93,27 +93,18 @@ def _results(
     return {
         "windows": call(lambda t, n: Tokens(tokens=t, labels=n, has_bos=True), ids, labels),
         "decompose": call(lambda t, n: tlg.decompose(model, t, labels=n, **quiet), ids, labels),
-        "decompose arrays": call(
-            lambda t, n: tlg.decompose(model, t, labels=n, **quiet), ids.numpy(), labels.numpy()
-        ),
         "activations": call(
             lambda t, n: tlg.decompose_activations(t, labels=n), states, torch.arange(8)
-        ),
-        "one batch of activations": call(
-            lambda t: tlg.decompose_activations(t, batch_size=1, keep=8), states
         ),
         "transform": call(lambda t: tlg.decompose_activations(states).transform(t), states),
         "trajectories": call(
             lambda t, n: tlg.trajectories(model, t, labels=n, **quiet), ids, labels
         ),
         "split of own parts": call(split, prompt, h * 0.25, h * 0.75),
-        "split": call(lambda t: tlg.split_scores(model, t, basis, heads="L1H0"), prompt),
         "split values": call(lambda t: tlg.split_values(model, t, basis, heads="L1H0"), prompt),
         "sweep": call(lambda t: tlg.sweep_heads(model, t, basis, **quiet), ids),
-        "writers": call(lambda t: tlg.sweep_heads(model, t, parts="writers", **quiet), ids),
         "composition": call(lambda t: tlg.composition(model, t, **quiet), ids),
         "trace logit": call(lambda t: tlg.trace_logit(model, t, 5, position=3), prompt[:1]),
-        "token paths": call(lambda t: tlg.token_paths(model, t), prompt[:1]),
         "dictionary": call(
             lambda *given: tlg.circuits.dictionary(given, 1),
             torch.ones(2, 3, 4) / 2,
@@ -123,9 +114,8 @@ def _results(
     }
 
 
-NAMES = ["windows", "decompose", "decompose arrays", "activations", "one batch of activations"]
-NAMES += ["transform", "trajectories", "split of own parts", "split", "split values", "sweep"]
-NAMES += ["writers", "composition", "trace logit", "token paths", "dictionary"]
+NAMES = ["windows", "decompose", "activations", "transform", "trajectories", "split of own parts"]
+NAMES += ["split values", "sweep", "composition", "trace logit", "dictionary"]
 
 
 @pytest.mark.parametrize("name", NAMES)

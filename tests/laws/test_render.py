@@ -234,17 +234,6 @@ def anova() -> Any:
     return tlg.decompose_activations(torch.randn(4, 12, 16, 8)).anova()
 
 
-def test_a_figure_is_drawn_into_the_users_axes() -> None:
-    from matplotlib.figure import Figure
-
-    axis = Figure().subplots()
-    view = render.variance_shares(anova(), ax=axis)
-    assert view.figure is axis.figure
-    assert len(axis.lines) == 3
-    with pytest.raises(GeometryError, match="panel"):
-        render.variance_shares(anova(), control=anova(), ax=axis)
-
-
 def test_plot_finds_the_view_of_a_result() -> None:
     w = world("gpt2")
     assert tlg.plot(w.split).title == render.split(w.split).title

@@ -257,35 +257,6 @@ def test_running_extremes_equal_a_full_sort_and_ties_come_by_id() -> None:
     assert ties.ids.tolist() == [[1, 3, 0, 2, 4], [0, 2, 4, 1, 3]]
 
 
-def test_directions_that_are_not_unique_are_marked(tmp_path: Any) -> None:
-    hf = hf_model("gpt2", n_layer=1)
-    with torch.no_grad():  # W_V W_O of a head: eight coordinates, centred on both sides
-        hf.transformer.h[0].ln_1.weight.fill_(1)
-        hf.transformer.h[0].attn.c_attn.weight[:, 64:] = torch.eye(32)
-        hf.transformer.h[0].attn.c_proj.weight.copy_(torch.eye(32))
-    model = from_hf(hf, None, name="projections")
-    r = tlg.token_readout(model, matrix="OV", features=4)
-    assert all(r.column("degenerate"))
-    again = type(r).load(r.save(tmp_path / "r.safetensors"))
-    assert torch.equal(again.left.ids, r.left.ids)
-    assert again.cells == r.cells
-    assert not any(tlg.token_readout(tiny("bridge", "gpt2"), features=4).column("degenerate"))
-    # seven singular values are 1, the last 1 - 8 / 32
-    shares = torch.tensor([*range(1, 8), 7.75]) / 7.75
-    close(r.coverage, shares.expand(4, 8).double(), 1e-6)
-
-
-def test_writes_are_read_where_the_logits_are() -> None:
-    """Adding a written direction to the last state moves the logits in the order of the readout."""
-    view = tlg.view(tiny("bridge", "gpt2"))
-    rows, norm, U = vocabulary.output_rows(view), view.final_norm(), view.unembed().detach()
-    assert norm is not None
-    u = remove_mean(torch.randn(32, generator=torch.Generator().manual_seed(0)))
-    logits = norm.gain.detach() * norm.normalize(1e4 * u) @ U
-    centred_logits = logits - logits.mean()
-    assert float(torch.corrcoef(torch.stack([rows @ u, centred_logits]))[0, 1]) > 1 - 1e-5
-
-
 @pytest.fixture(scope="module")
 def model() -> Any:
     """A GPT-2 with the tokenizer of the embedded model, whose output head is its embedding."""

@@ -14,7 +14,7 @@ import tl_geometry as tlg
 from tests.lib import kinds
 from tests.lib.dense import marginals
 from tests.lib.double import InDouble, exact
-from tests.lib.models import HAS_HOOKED, D, loadable, tiny, tiny_hooked, tokens
+from tests.lib.models import HAS_HOOKED, D, tiny, tiny_hooked, tokens
 from tests.lib.reference import scores as reference
 
 PROMPTS, MANY = tokens(batch=4, length=14, seed=7), tokens(batch=16, length=12, seed=3)
@@ -52,29 +52,6 @@ def test_shares_are_those_of_the_explicit_decoder(kind: str, grain: str) -> None
                     if name in table.parts:  # ALiBi is a part of scores alone
                         own = float(ours[row, side, table.parts.index(name)])
                         assert own == pytest.approx(value, rel=1e-8, abs=1e-9), (name, side)
-
-
-@pytest.mark.parametrize("architecture", ["gpt2", "bloom", "neox", "qwen3", "gemma2", "gpt-oss"])
-def test_sweep_and_composition_are_marginals_of_the_split(architecture: str) -> None:
-    """In every class and loading, raw and folded weights with the same writers."""
-    found: list[Any] = []
-    for kind, processed in loadable(architecture):
-        model = tiny(kind, architecture, processed)
-        summed = marginals(tlg.split_scores(model, PROMPTS, layers=1, parts="writers").shares())
-        sweep, table = swept(model, layers=1), composed(model, heads=["L1H2", "L1H0"])
-        assert sweep.parts == summed.parts
-        assert table.heads == ((1, 2), (1, 0))
-        width = len(table.parts)
-        for name in ("cs", "gs"):
-            ours, theirs = getattr(sweep, name), getattr(summed, name)
-            assert far(ours, theirs) < 2e-4
-            assert far(getattr(table, name)[:, :2], theirs[[2, 0], :, :width]) < 2e-4
-            assert far(ours.sum(-1), torch.ones(())) < 1e-3
-        assert float(sweep.cs.abs().max()) > 0.1
-        assert far(table.cs[:, 2].sum(-1), torch.ones(())) < 1e-3
-        assert bool(table.gs[:, 2].isnan().all())
-        found.append(sweep)
-    assert all(far(one.cs, found[0].cs) < 5e-5 for one in found)
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "llama"])

@@ -43,18 +43,11 @@ def hf_model(
 ) -> Any:
     """The Hugging Face model of an architecture, every parameter redrawn; ``changes`` are other
     settings of its configuration."""
-    class_name, settings = ARCHITECTURES[architecture]
-    return redrawn(class_name, settings | changes, dtype, seed)
-
-
-def redrawn(
-    class_name: str, settings: dict[str, Any], dtype: torch.dtype = torch.float32, seed: int = 0
-) -> Any:
-    """A Hugging Face model of any configuration, every parameter redrawn."""
     import transformers
 
+    class_name, settings = ARCHITECTURES[architecture]
     model_class = getattr(transformers, class_name)
-    config = model_class.config_class(**settings)
+    config = model_class.config_class(**settings | changes)
     config._attn_implementation = "eager"  # fused attention has no patterns to look at
     config._experts_implementation = "eager"  # grouped products have no float64
     torch.manual_seed(seed)

@@ -19,9 +19,18 @@ SAME = (
     *("compare_bases", "screenot", "smoothness", "token_paths", "norm_geometry"),
     *("path_geometry", "trajectories", "fit_aligned_bases", "flow_map", "flow_report"),
     *("compare_ensembles", "truncation_kl", "fit_noise_law", "LangevinModel", "separability"),
-    *("Table",),
+    *("Table", "corpus.splice", "corpus.gibberish", "corpus.pseudo_sentences"),
+    *("corpus.repeated_random_tokens", "interventions.surrogate", "papers.theorem1"),
+    *("papers.sarfati", "papers.song_zhong", "papers.molina", "zoo.embedded", "zoo.smollm2"),
+    *("zoo.minilm", "zoo.default_windows", "render.spirals", "render.gram"),
+    *("render.variance_shares", "render.fourier", "render.measure_curves"),
+    *("render.noise_figure", "render.baseline_figure", "render.skip_figure"),
+    *("render.truncation_figure", "render.bundle_3d", "render.head_shares", "render.heads"),
+    *("render.head_planes", "render.split", "render.graph_page", "render.token_attribution"),
+    *("render.effect_bars", "render.sphere_paths", "render.weight_blocks"),
+    *("render.composition_figure", "render.faithfulness_curve"),
 )
-"""Names that stayed."""
+"""Names that stayed, with their package where the name alone would not say what it is."""
 
 BECAME: dict[str, str] = {
     "Result": "Provenance",
@@ -30,10 +39,6 @@ BECAME: dict[str, str] = {
     "decompose_activations": "states_from_cache decompose_tensor",
     "Table": "ModelReport BandTable Reproduction",
     "prompts": "aligned_prompts",
-    "corpus.splice": "splice",
-    "corpus.gibberish": "gibberish",
-    "corpus.pseudo_sentences": "pseudo_sentences",
-    "corpus.repeated_random_tokens": "repeated_random_tokens",
     "PositionContext": "Anova Parts",
     "split_values": "ValueSplit",
     "ScoreSplit": "ShareTable HeadPlanes",
@@ -52,7 +57,6 @@ BECAME: dict[str, str] = {
     "interventions.planes": "remove_planes keep_planes swap_planes",
     "interventions.edge": "remove_edge swap_edge",
     "interventions.heads": "remove_heads",
-    "interventions.surrogate": "surrogate",
     "effects": (
         "surrogate_effect HeadPaths HeadKnockouts BesideControls necessity_sufficiency "
         "NecessitySufficiency Effects edge_necessity EdgeNecessity "
@@ -65,44 +69,25 @@ BECAME: dict[str, str] = {
     "contextual_report": "ContextualReport",
     "compare_bases": "BasisComparison",
     "screenot": "usable_k",
-    "papers.theorem1": "theorem1 dct_vectors",
+    "papers.theorem1": "dct_vectors",
     "token_paths": "TokenPaths token_approach update_split",
     "trajectories": "Trajectories",
     "flow_map": "fit_map",
     "flow_report": "FlowReport",
     "truncation_kl": "TruncationCurve",
     "skip_costs": "skip_map SkipMap",
-    "papers.sarfati": "ensembles_apart true_against_extrapolated sarfati",
-    "papers.song_zhong": (
-        "song_zhong Settings settings_for topic_bases topic_windows published_tables "
-    ),
-    "papers.molina": "molina",
-    "zoo.embedded": "embedded hugging_face tokenizer directory card NAME",
-    "zoo.smollm2": "smollm2 smollm2_hugging_face",
-    "zoo.minilm": "minilm minilm_directory",
-    "zoo.default_windows": "default_windows",
+    "papers.sarfati": "ensembles_apart true_against_extrapolated",
+    "papers.song_zhong": "Settings settings_for topic_bases topic_windows published_tables",
+    "zoo.embedded": "hugging_face tokenizer directory card NAME",
+    "zoo.smollm2": "smollm2_hugging_face",
+    "zoo.minilm": "minilm_directory",
     "report": "make write",
-    "render.spirals": "spirals",
-    "render.gram": "gram",
-    "render.variance_shares": "variance_shares",
-    "render.fourier": "fourier",
-    "render.measure_curves": "incoherence measure_curves learning_curve",
-    "render.noise_figure": "noise_figure",
-    "render.baseline_figure": "baseline_figure",
-    "render.skip_figure": "skip_figure",
-    "render.truncation_figure": "truncation_figure",
-    "render.bundle_3d": "bundle_3d",
-    "render.head_shares": "head_shares head_types",
-    "render.heads": "heads band_atlas coverage_curves",
-    "render.head_planes": "head_planes bands_page",
-    "render.split": "split",
-    "render.graph_page": "graph_page logit_page",
-    "render.token_attribution": "token_attribution",
-    "render.effect_bars": "effect_bars surrogate_bars",
-    "render.sphere_paths": "sphere_paths",
-    "render.weight_blocks": "weight_blocks",
-    "render.composition_figure": "composition_figure",
-    "render.faithfulness_curve": "faithfulness_curve",
+    "render.measure_curves": "incoherence learning_curve",
+    "render.head_shares": "head_types",
+    "render.heads": "band_atlas coverage_curves",
+    "render.head_planes": "bands_page",
+    "render.graph_page": "logit_page",
+    "render.effect_bars": "surrogate_bars",
     "render.attention_heads": "circuitsvis",
 }
 """Names of version 2 -> names of version 1 that became them."""
@@ -143,7 +128,7 @@ GONE: dict[str, str] = {
 }
 """Why names are gone, and which."""
 
-NAMES: dict[str, str] = {name: name for name in SAME}
+NAMES: dict[str, str] = {name.split(".")[-1]: name for name in SAME}
 NAMES |= {old: new for new, names in BECAME.items() for old in names.split()}
 NAMES |= {old: f"gone: {why}" for why, names in GONE.items() for old in names.split()}
 """Name of version 1 -> names of version 2, or ``gone: why``."""

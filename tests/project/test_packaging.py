@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -59,22 +58,6 @@ def test_the_wheel_carries_the_data_and_imports(tmp_path: Path) -> None:
     code = "import tl_geometry as t; print(t.__file__, t.view(t.zoo.embedded()).n_layers)"
     said = python(code, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(target)})
     assert str(target) in said
-
-
-@pytest.mark.nightly
-def test_the_source_distribution_builds_the_same_wheel_and_ships_no_test_that_cannot_run(
-    tmp_path: Path,
-) -> None:
-    with tarfile.open(built("sdist", ROOT, tmp_path)) as archive:
-        archive.extractall(tmp_path / "source", filter="data")
-    (source,) = (tmp_path / "source").iterdir()
-    names = {p.name for p in source.iterdir()}
-    assert names >= {"tl_geometry", "README.md", "LICENSE", "pyproject.toml"}
-    assert "tests" not in names
-    with zipfile.ZipFile(built("wheel", source, tmp_path)) as packed:
-        inside = set(packed.namelist())
-    for package, assets in ASSETS.items():
-        assert {f"tl_geometry/{package}/assets/{name}" for name in assets} <= inside
 
 
 @pytest.mark.parametrize("name", ["", "-tl4", "-dev", "-docs"])

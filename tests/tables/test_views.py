@@ -196,16 +196,9 @@ def is_red(colour: Any) -> bool:
 
 @each_view
 def test_red_is_positive_and_blue_is_negative(name: str) -> None:
-    result, view = shown(name)
+    view = shown(name)[1]
     if hasattr(view, "page"):
         return  # tests in a browser look at pages
-    bars = [p for axis in view.figure.axes for p in axis.patches if hasattr(p, "get_height")]
-    if signs := VIEWS[name].signs:
-        values = np.asarray(signs(result), float)[: len(bars)]
-        judged = abs(values) > 0.05 * abs(values).max()
-        assert judged.sum() >= 4
-        found = [is_red(bar.get_facecolor()) for bar in bars]
-        assert (np.array(found) == (values > 0))[judged].all()
     for image in (image for axis in view.figure.axes for image in axis.images):
         values = np.ma.filled(np.ma.asarray(image.get_array(), float), np.nan)
         low, high = image.norm.vmin, image.norm.vmax

@@ -27,13 +27,12 @@ Numbers = Iterable[Any]
 @dataclass(frozen=True, kw_only=True)
 class Shown:
     """A view: the result, how it is drawn, what is drawn beside the numbers of the result (``more``
-    of them), or why no number is looked for; and the numbers whose ``signs`` colour its bars."""
+    of them), or why no number is looked for."""
 
     result: Callable[[World], Any]
     draw: Callable[[Any], Any]
     more: Callable[[Any], Numbers] = lambda result: ()
     why: str = ""
-    signs: Callable[[Any], Any] | None = None
 
     def __call__(self, w: World) -> tuple[Any, Any]:
         """The result and its view."""

@@ -131,17 +131,6 @@ GROUPS = (
         },
     ),
     Group(
-        name="rows of windows",
-        call=lambda s, rows: s.windows[rows],
-        holds=lambda s, found: len(found) == 2,
-        right={
-            "a slice": {"rows": slice(0, 2)},
-            "numbers": {"rows": torch.tensor([3, 1])},
-            "a mask": {"rows": lambda s: torch.arange(len(s.windows)) < 2},
-        },
-        wrong={"none": ({"rows": slice(0, 0)}, "tokens")},
-    ),
-    Group(
         name="TokenWindows",
         call=lambda s, **fields: tlg.TokenWindows(**{"tokens": s.ids, "has_bos": True, **fields}),
         of="tokens",
@@ -176,29 +165,6 @@ GROUPS = (
             "answers of other prompts": ({"answers": [5, 6, 7]}, "answers"),
             "a position beyond": ({"positions": {"x": 99}}, "position"),
             "a position that is not there": ({"positions": {"x": "zz"}}, "position"),
-        },
-    ),
-    Group(
-        name="gibberish",
-        call=lambda s, n=2, length=6, **o: corpus.gibberish(s.model, n, length, **o),
-        right={"two": {}, "one length": {"n": 1, "length": 2}},
-        wrong={
-            "none": ({"n": 0}, "^n$|TokenWindows"),
-            "no length": ({"length": 0}, "length|TokenWindows"),
-        },
-    ),
-    Group(
-        name="repeated random tokens",
-        call=lambda s, **o: corpus.repeated_random_tokens(
-            **{"period": 4, "copies": 2, "low": 5, "high": 60, **o}
-        ),
-        holds=lambda s, found: bool((found[:, :4] == found[:, 4:]).all()),
-        right={"two copies": {}, "three rows": {"batch": 3}},
-        wrong={
-            "no period": ({"period": 0}, "sizes|period"),
-            "no copies": ({"copies": 0}, "sizes|copies"),
-            "a range without ids": ({"low": 9, "high": 3}, "low|high"),
-            "a range of fewer ids than the period": ({"low": 5, "high": 7}, "low|high"),
         },
     ),
 )

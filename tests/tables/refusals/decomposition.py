@@ -121,15 +121,6 @@ GROUPS = (
         },
     ),
     Group(
-        name="a moment that was not kept",
-        call=lambda s, kept: fitted(s, second_moments=kept).second_moment(0),
-        right={"kept": {"kept": True}},
-        wrong={
-            "left out": ({"kept": False}, "second.moment"),
-            "neither": ({"kept": "yes"}, "second.moment"),
-        },
-    ),
-    Group(
         name="transform",
         call=lambda s, activations: s.w.basis.transform(activations),
         of="activations",

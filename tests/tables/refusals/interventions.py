@@ -67,19 +67,6 @@ def listed(s: Scene, times: int = 1, ids: Any = None) -> Any:
         return s.model.run_with_hooks(s.ids if ids is None else ids, fwd_hooks=hooks)
 
 
-def generated(s: Scene, cached: bool) -> Any:
-    return opened(
-        s,
-        lambda model: model.generate(
-            s.ids[:1, :6],
-            max_new_tokens=2,
-            do_sample=False,
-            use_past_kv_cache=cached,
-            verbose=False,
-        ),
-    )
-
-
 TERMS = {
     "a term of no name": ({"names": "pos-nothing"}, "term"),
 }
@@ -115,12 +102,6 @@ GROUPS = (
         call=opened,
         right={"a pass": {"act": lambda s: lambda model: model(s.ids)}},
         wrong={"no pass": ({"act": lambda s: lambda model: 3}, "edit")},
-    ),
-    Group(
-        name="an edit while text is generated",
-        call=generated,
-        right={"without a cache": {"cached": False}},
-        wrong={"with a cache": ({"cached": True}, "edit|pass|tokens")},
     ),
     Group(
         name="a list of hooks",

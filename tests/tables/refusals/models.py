@@ -74,31 +74,12 @@ def hooked(s: Scene, act: Callable[..., Any], name: str = "blocks.1.attn.hook_q"
         return tlg.split_scores(s.model, s.ids, s.w.basis, heads="L1H0")
 
 
-def changed_meanwhile(s: Scene, factor: float) -> Any:
-    """A decomposition between whose batches a weight is scaled."""
-    model = fresh()
-    weight = next(iter(model.parameters())).data
-
-    def batches() -> Any:
-        rows = torch.arange(3, 43).view(4, 10)
-        yield rows[:2]
-        weight.mul_(factor)
-        yield rows[2:]
-
-    return tlg.decompose(model, batches(), progress=False)
-
-
 def changed_after(s: Scene, factor: float) -> Any:
     """A split with a basis that was made before a weight was scaled."""
     model, ids = fresh(), torch.arange(3, 43).view(4, 10)
     basis = tlg.decompose(model, ids, progress=False)
     next(iter(model.parameters())).data.mul_(factor)
     return tlg.split_scores(model, ids, basis, heads="L1H0")
-
-
-def context(s: Scene, around: Any) -> Any:
-    with around:
-        return tlg.split_scores(s.model, s.ids, s.w.basis, heads="L1H0")
 
 
 def load(s: Scene, name: Any, **options: Any) -> Any:
@@ -124,12 +105,6 @@ GROUPS = (
     Group(
         name="a model",
         call=lambda s, model: tlg.check_model(model),
-        right={"a bridge": {"model": lambda s: s.model}},
-        wrong=NO_MODEL,
-    ),
-    Group(
-        name="a view",
-        call=lambda s, model: tlg.view(model),
         right={"a bridge": {"model": lambda s: s.model}},
         wrong=NO_MODEL,
     ),
@@ -167,18 +142,6 @@ GROUPS = (
             "training": ({"model": lambda s: training()}, "."),
             "training of its dropout": ({"model": lambda s: training("drop")}, "."),
         },
-    ),
-    Group(
-        name="autocast",
-        call=lambda s, on: context(s, torch.autocast("cpu", torch.bfloat16, enabled=on)),
-        right={"off": {"on": False}},
-        wrong={"on": ({"on": True}, ".")},
-    ),
-    Group(
-        name="weights that change under a pass",
-        call=changed_meanwhile,
-        right={"by nothing": {"factor": 1.0}},
-        wrong={"by half": ({"factor": 1.5}, ".")},
     ),
     Group(
         name="weights that change after the basis",

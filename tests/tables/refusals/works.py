@@ -10,7 +10,6 @@ import tl_geometry as tlg
 from tests.tables.refusals.row import NAN, Group, Scene
 from tests.tables.refusals.scores import BASES, HEADS
 from tl_geometry import flow, measures, sphere, weights
-from tl_geometry.flow import maps
 
 SHORT: dict[str, Any] = {"progress": False}
 NO_HEADS = {name: HEADS[name] for name in ("a head beyond the last", "a head by words", "no heads")}
@@ -248,12 +247,6 @@ GROUPS = (
             "two axes": ({"X": noise(4, 5)}, "trajectories"),
             "NaN": ({"X": noise(9, 3, 4) * NAN}, "trajectories|state"),
         },
-    ),
-    Group(
-        name="a map between states",
-        call=lambda s, kind: maps.MapsFrom(noise(9, 4)).to(noise(9, 4) + 1, kind),
-        right={"linear": {"kind": "linear"}, "a shift": {"kind": "shift"}},
-        wrong={"of no name": ({"kind": "spline"}, "map_type")},
     ),
     Group(
         name="a law of noise",
