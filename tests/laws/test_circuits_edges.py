@@ -118,21 +118,6 @@ def test_pairs_of_any_lengths_and_batches_give_the_same_means(method: str) -> No
     assert whole.errors.isnan().all()  # four pairs have no standard error
 
 
-def test_the_likeliest_tokens_are_compared_by_default() -> None:
-    model, rows, others = tiny("bridge", "gpt2"), tokens(8, 6, seed=1), tokens(8, 6, seed=2)
-    with torch.no_grad():
-        after = [model(ids)[:, -1].argmax(-1) for ids in (rows, others)]
-    differ = after[0] != after[1]
-    assert differ.any()
-    rows, others = rows[differ], others[differ]
-    pairs = torch.stack(after, 1)[differ].tolist()
-    options: dict[str, Any] = {"counterfactual": others, "method": "gradient"}
-    given = tlg.edge_scores(model, rows, answer=pairs, **options)
-    assert torch.equal(tlg.edge_scores(model, rows, **options).scores, given.scores)
-    with pytest.raises(tlg.GeometryError, match="two different tokens"):
-        tlg.edge_scores(model, rows, counterfactual=rows)
-
-
 @every_kind
 def test_circuits_are_the_references_pruned_runs(kind: str) -> None:
     scores, model = scored(kind), decoder(kind)

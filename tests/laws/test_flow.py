@@ -29,14 +29,9 @@ from tl_geometry.models.reader import as_view
 pytestmark = pytest.mark.once
 
 LAWS = settings(deadline=None, max_examples=20)
-SIZES = st.tuples(st.integers(3, 14), st.integers(2, 4), st.integers(2, 7), st.integers(0, 10**6))
 QUIET: dict[str, Any] = {"progress": False}
 CLASSES = [("bridge", a) for a in ("gpt2", "llama", "bloom", "gemma2", "mistral", "neox", "opt")]
 CLASSES += [("hooked", a) for a in ("gpt2", "llama", "mistral")] if HAS_HOOKED else []
-
-
-def orthogonal(states: int, d: int, seed: int) -> Tensor:
-    return torch.linalg.qr(normal(states, d, d, seed=seed)).Q
 
 
 def of_pairs(values: Tensor, name: str = "log_variance") -> Table:
@@ -56,49 +51,6 @@ def model() -> Any:
 def paths(n: int = 80, seed: int = 1) -> Trajectories:
     """Trajectories of the last token but one of chunks, from the embedding on."""
     return flow.trajectories(model(), tokens(n, 9, seed), states=range(5), **QUIET)
-
-
-@LAWS
-@given(SIZES)
-def test_hungarian_has_the_larger_sum_and_aligning_again_changes_nothing(
-    size: tuple[int, ...],
-) -> None:
-    _, states, d, seed = size
-    U = orthogonal(states, d, seed)
-    total = {}
-    for method in maps.ALIGNMENTS:
-        order, sign = maps.align_directions(U, method)
-        assert all(sorted(row) == list(range(d)) for row in order.tolist())
-        aligned = U.gather(2, order[:, None].expand_as(U)) * sign[:, None]
-        cosines = torch.einsum("tdi,tdi->ti", aligned[:-1], aligned[1:])
-        assert bool((cosines >= -1e-12).all())
-        total[method] = float(cosines[0].sum())
-        again, flips = maps.align_directions(aligned, method)
-        if method == "hungarian":
-            assert torch.equal(again, torch.arange(d).repeat(states, 1))
-            assert bool((flips == 1).all())
-    assert total["hungarian"] >= total["greedy"] - 1e-12
-
-
-@LAWS
-@given(SIZES, st.sampled_from(maps.ALIGNMENTS))
-def test_the_flow_matches_second_moments_and_drops_directions_without_energy(
-    size: tuple[int, ...], align: str
-) -> None:
-    n, states, d, seed = size
-    X = normal(n, states, d, seed=seed)
-    aligned, last = flow.fit_aligned_bases(X, align=align), X[:, -1]
-    moved = flow.flow_map(aligned, 0, states - 1)(X[:, 0])
-    assert torch.allclose(moved.mT @ moved, last.mT @ last, atol=1e-8)
-    if min(n, d) == d:  # right vectors from the left ones
-        V = [X[:, t] @ aligned.U[t] / aligned.S[t] for t in (0, -1)]
-        residual = (2 * aligned.S[-1] ** 2 * (1 - (V[0] * V[1]).sum(0))).sum()
-        found = float((last - moved).square().sum())
-        assert found == pytest.approx(float(residual), rel=1e-6, abs=1e-8)
-    X[:, 0, 0] = 0
-    moved = flow.flow_map(flow.fit_aligned_bases(X), 0, 1)(X[:, 0])
-    assert bool(torch.isfinite(moved).all())
-    assert torch.linalg.matrix_rank(moved) == min(n, d - 1)
 
 
 @LAWS

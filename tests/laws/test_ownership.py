@@ -203,14 +203,3 @@ def test_weights_that_change_during_a_pass_are_refused(
     call(own, iter(windows.tokens.split(3)), basis)
     with pytest.raises(GeometryError, match="changed during the pass"):
         call(own, _while_training(own, windows.tokens), basis)
-
-
-def test_a_link_goes_on_leading_to_its_file(basis: tlg.PositionContext, tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    target, link = tmp_path / "data" / "real.safetensors", tmp_path / "link.safetensors"
-    link.symlink_to(target)
-    for save in (basis.save, basis.anova().save):
-        save(link)
-        assert link.is_symlink()
-        assert target.is_file()
-    assert not list(tmp_path.rglob("*.part"))

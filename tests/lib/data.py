@@ -44,16 +44,3 @@ def random_states(
     )
     h[..., 0] += 50 * offset
     return h
-
-
-def additive(
-    contexts: int, positions: int, d_model: int, *, seed: int = 0, noise: float = 0.0
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """``h = mean + pos + ctx (+ noise)`` with centred known parts:
-    ``(h [context position d_model], parts)``."""
-    generator = torch.Generator().manual_seed(seed)
-    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
-    mean, pos, ctx = draw(d_model) * 5, draw(positions, d_model), draw(contexts, d_model)
-    pos, ctx = pos - pos.mean(0), ctx - ctx.mean(0)
-    h = mean + pos + ctx[:, None] + noise * draw(contexts, positions, d_model)
-    return h, {"mean": mean, "pos": pos, "ctx": ctx}

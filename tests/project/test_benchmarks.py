@@ -80,18 +80,6 @@ def test_labels_and_writers_of_planted_models_are_found(positions: str) -> None:
         assert (finding.auroc or 0) == 1 > (finding.null or 1)
 
 
-@BOTH
-def test_covariance_alone_is_wrong_where_gain_disagrees(positions: str) -> None:
-    """The disputed head: no label, and both groups named; by covariance alone it is position's."""
-    found = {f.measure: f for f in known_measures.labels("heads", positions, 3)}
-    both = found["both groups named where covariance and gain disagree"]
-    assert both.counts == Counts(1, 0, 0)
-    alone, label = (
-        found[f"label {x}"].counts for x in ("by covariance alone (rival)", "of a head")
-    )
-    assert (alone.recovered, alone.false) == (label.recovered - 1, label.false + 1)
-
-
 @pytest.mark.nightly
 def test_intervals_cover_where_windows_come_in_topics() -> None:
     topics = [x for x in share_settings() if x["world"].topics]

@@ -1,11 +1,8 @@
 """Every Python block of README, the site and the gallery runs, as a reader would run it.
 
-The blocks of a page run in order in one namespace; a page of the guide starts from the block of
-``docs/guide/index.md``, and each section of the pages in :data:`APART` from the first block. Only
-what :data:`RULES` says is replaced: GPT-2 by the embedded model (a rotary model by a small random
-one), its heads by heads of that, long windows by short ones, weights that a reader has by random
-ones. A block that needs the network for more than that is marked ``% not run: REASON`` in the line
-before it.
+The blocks of a page run in order in one namespace. Only what :data:`RULES` says is replaced: GPT-2
+by the embedded model, its heads by heads of that, long windows by short ones, weights that a reader
+has by random ones. A block that needs the network for more is marked ``% not run: REASON``.
 """
 
 from __future__ import annotations

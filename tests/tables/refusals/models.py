@@ -49,15 +49,6 @@ def looked_at(model: Any) -> Any:
     return tlg.decompose(model, torch.arange(3, 43).view(4, 10), progress=False)
 
 
-def training(part: str = "") -> Any:
-    """A model of which the whole, or a part, is in training mode."""
-    model = fresh(attn_pdrop=0.1, resid_pdrop=0.1)
-    for name, module in model.named_modules():
-        if part in name:
-            module.train()
-    return model
-
-
 def quantised(s: Scene) -> Any:
     """A model with a layer of packed integers."""
     model = fresh()
@@ -132,15 +123,6 @@ GROUPS = (
                 for part in ("wte", "wpe", "ln_1", "attn", "ln_2", "mlp", "ln_f")
             },
             "quantised": ({"model": quantised}, "weights", UNSUPPORTED),
-        },
-    ),
-    Group(
-        name="modes",
-        call=lambda s, model: looked_at(model),
-        right={"evaluation": {"model": lambda s: fresh()}},
-        wrong={
-            "training": ({"model": lambda s: training()}, "."),
-            "training of its dropout": ({"model": lambda s: training("drop")}, "."),
         },
     ),
     Group(
