@@ -13,7 +13,7 @@ from torch import Tensor
 from tl_geometry import GeometryError
 from tl_geometry.base.results import Provenance
 
-__all__ = ["Provenance", "additive", "normal", "random_states", "refused"]
+__all__ = ["Provenance", "normal", "random_states", "refused"]
 
 
 def refused(call: Callable[[], object], kind: type[Exception] = GeometryError) -> Any:

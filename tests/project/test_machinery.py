@@ -1,6 +1,5 @@
-"""What every run of the tests promises: annotations are checked at every call, a skip that nothing
-explains fails in CI, ``--fast`` runs one architecture of each test; and what ``python -m
-tests.mutate`` promises: planted faults are faults, and are caught by a test that looks."""
+"""What every run of the tests promises, that annotations are checked at calls; and ``python -m
+tests.mutate``, that planted faults are caught by a test that looks."""
 
 from __future__ import annotations
 
