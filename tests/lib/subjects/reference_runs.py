@@ -63,7 +63,7 @@ def _named(w: World, by_reader: Tensor, names: list[str]) -> Tensor:
 def edge_scores(w: World, variant: str, answers: Answers) -> Expected:
     """Mean over pairs of the sum over positions, and the metric."""
     if variant == "contrast":
-        return {}  # tests.laws.test_circuits compares it
+        return {}  # tests.laws.test_circuits_edges compares it
     steps = 3 if variant == "integrated" else None
     of = _edge_scores(w, w.prompts, w.prompts_other, w.answers, steps).sum(1)
     metric = edits.logit_difference(w.answers)
