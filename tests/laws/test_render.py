@@ -234,6 +234,16 @@ def anova() -> Any:
     return tlg.decompose_activations(torch.randn(4, 12, 16, 8)).anova()
 
 
+def test_a_figure_is_the_same_in_every_form_and_run(tmp_path: Path) -> None:
+    table = anova()
+    first, second = render.variance_shares(table), render.variance_shares(table)
+    assert first.svg() == second.svg()
+    for form, starts in (("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")):
+        assert first.save(tmp_path / f"x.{form}").read_bytes().startswith(starts)
+    assert "prefers-color-scheme:dark" in first.html()
+    assert b"position" in first.svg()  # text stays text
+
+
 def test_plot_finds_the_view_of_a_result() -> None:
     w = world("gpt2")
     assert tlg.plot(w.split).title == render.split(w.split).title
