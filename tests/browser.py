@@ -1,16 +1,7 @@
 """A headless Chromium for tests, driven by playwright: the system's own, none is downloaded.
 
 A test takes the fixture ``browser`` (the test is skipped, with its reason, where there is no
-Chromium or no playwright), opens HTML in it and asks::
-
-    @pytest.mark.slow
-    def test_my_view(browser: Browser) -> None:
-        with browser.open(as_cells(view.html(), view.html()), dark=True) as page:
-            page.wait("document.body.dataset.drawn", frame=1)  # 0 is the page, then its iframes
-            page.hover(120, 80)                                # real mouse events
-            assert page.evaluate("document.querySelector('output').textContent", frame=1) == "..."
-            page.assert_harmless()                             # no planted code ran, nothing was
-            page.screenshot(Path("look.png"))                  # requested, nothing failed
+Chromium or no playwright), opens HTML in it and asks.
 
 :func:`check_beside_itself` and :func:`check_escapes_matter` are what every page promises.
 
@@ -157,19 +148,6 @@ class Page:
         """Move the mouse."""
         self.tab.mouse.move(x, y)
 
-    def click(self, x: float, y: float) -> None:
-        """Press and release the left button."""
-        self.tab.mouse.click(x, y)
-
-    def resize(self, width: int, height: int) -> None:
-        """Make the window larger or smaller."""
-        self.tab.set_viewport_size({"width": width, "height": height})
-
-    def screenshot(self, path: Path) -> Path:
-        """The visible part of the page as PNG."""
-        self.tab.screenshot(path=path)
-        return path
-
     @property
     def requests(self) -> list[str]:
         own = ("data:", "blob:", "about:")
@@ -185,9 +163,6 @@ class Page:
         assert self.planted == 0
         assert self.requests == [], self.requests
         assert self.errors == [], self.errors
-
-
-# ---- what every page promises
 
 
 def payload(view: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import io
 import re
 import sys
 import tokenize
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -69,6 +70,7 @@ def pages() -> list[Path]:
     return [path for path in found if not made & {part.name for part in path.parents}]
 
 
+@cache
 def today() -> dict[str, int]:
     """The sizes that can be counted."""
     return {
@@ -106,7 +108,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.sizes", description=__doc__)
     parser.add_argument("--minutes", type=int, help="what a run of the tests took")
     given = parser.parse_args()
-    now = today()
+    now = dict(today())
     now[MINUTES] = given.minutes or stored().get(MINUTES, 0)
     text = PAGE.read_text(encoding="utf-8")
     old = re.search(r"^\| \| version 1 \| now \| limit \|\n(?:\|.*\n)+", text, re.M)

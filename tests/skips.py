@@ -22,7 +22,6 @@ def expected() -> dict[str, bool]:
         r"HookedTransformer is not in TransformerLens 4": not HAS_HOOKED,
         r"SAELens pins TransformerLens 3.*": not HAS_HOOKED,
         r".*expected TransformerLens 3 for Hooked(Transformer|Encoder).*": not HAS_HOOKED,
-        r"TransformerLens 3 has no edge scores": HAS_HOOKED,
         r".*(CUDA|GPU).*": not torch.cuda.is_available(),
         r"the site is not built .*": not (ROOT / "docs/_build/html/index.html").exists(),
         r"needs jupyterlab .*": importlib.util.find_spec("jupyterlab") is None,

@@ -5,37 +5,22 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from jaxtyping import Float
 from scipy import stats
 from torch import Tensor
 
-import tl_geometry as tlg
-from tl_geometry.base import checks, linalg
-from tl_geometry.base.errors import GeometryError
+from tests.lib.data import normal
+from tl_geometry.base import linalg
 from tl_geometry.base.intervals import LeftOut, jackknife_interval, paired_interval, sign_flip_p
-from tl_geometry.base.results import Provenance, Result
-from tl_geometry.base.sums import Sums
-from tl_geometry.base.tables import Table
 
 pytestmark = pytest.mark.once
 
 
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-
 def orthogonal(size: int, seed: int = 0) -> Tensor:
     return torch.linalg.qr(normal(size, size, seed=seed))[0]
-
-
-# ---- linear algebra
 
 
 @pytest.mark.parametrize(("first", "second"), [(3, 5), (5, 3), (3, 3)])
@@ -63,30 +48,6 @@ def test_the_numerical_rank_is_that_of_numpy(shape: tuple[int, ...]) -> None:
     assert linalg.numerical_rank(values, shape).tolist() == np.linalg.matrix_rank(X).tolist()
 
 
-def test_signs_follow_the_largest_coordinate_of_the_right_vectors() -> None:
-    matrix = normal(2, 7, 5)
-    for found in (
-        linalg.svd(matrix),
-        linalg.product_svd(matrix, torch.eye(5).double().expand(2, 5, 5)),
-    ):
-        U, S, V = found
-        assert torch.allclose(U * S.unsqueeze(-2) @ V.mT, matrix, atol=1e-12)
-        peak = V.gather(-2, V.abs().argmax(-2, keepdim=True))
-        assert bool((peak > 0).all())
-        flipped = linalg.svd(-matrix)
-        assert torch.allclose(flipped.V, V, atol=1e-10)
-        assert torch.allclose(flipped.U, -U, atol=1e-10)
-
-
-def test_angles_are_right_near_zero_and_near_pi() -> None:
-    for theta in (1e-9, 0.3, 2.0, math.pi - 1e-9, math.pi):
-        a = torch.tensor([2.0, 0.0], dtype=torch.float64)
-        b = 5 * torch.tensor([math.cos(theta), math.sin(theta)], dtype=torch.float64)
-        assert float(linalg.angle(a, b)) == pytest.approx(theta, rel=1e-12, abs=1e-15)
-    for pair in ((a, 0 * b), (0 * a, b)):
-        assert bool(linalg.angle(*pair).isnan())
-
-
 @pytest.mark.parametrize(("rows", "columns", "rank"), [(7, 5, 3), (5, 7, 3), (4, 4, 6)])
 def test_the_svd_of_a_product_is_that_of_the_matrix(rows: int, columns: int, rank: int) -> None:
     """Through its factors, of a batch, wide or narrow."""
@@ -97,9 +58,6 @@ def test_the_svd_of_a_product_is_that_of_the_matrix(rows: int, columns: int, ran
     assert torch.allclose(found.S[:, :size], expected)
     peak = found.V.gather(-2, found.V.abs().argmax(-2, keepdim=True))
     assert bool((peak > 0).all())
-
-
-# ---- intervals
 
 
 def test_a_jackknife_over_unequal_groups_leaves_a_mean_as_it_is() -> None:
@@ -156,17 +114,6 @@ def test_two_sources_of_error_add_up() -> None:
         assert found == pytest.approx(expected, rel=1e-10)
 
 
-def test_a_jackknife_needs_two_groups_and_may_have_no_spread() -> None:
-    whole = torch.tensor(2.0, dtype=torch.float64)
-    still = LeftOut(whole.repeat(2), torch.ones(2).double())
-    assert [float(end) for end in jackknife_interval(whole, [still])] == [2, 2, 2, 0]
-    for values, sizes in ((1, 1), (3, 2), (2, 3)):
-        bad = LeftOut(whole.repeat(values), torch.ones(sizes).double())
-        text = f"at least 2 groups, got {values} values and {sizes} sizes"
-        with pytest.raises(GeometryError, match=text):
-            jackknife_interval(whole, [bad])
-
-
 def test_sign_flips_count_ties_and_both_sides() -> None:
     """Against all 1,024 flips of ten differences. Sums of tenths that are equal differ in their
     last bits, and many flips are as far from zero as the data: three of ten signs are negative."""
@@ -183,71 +130,3 @@ def test_sign_flips_count_ties_and_both_sides() -> None:
     assert sign_flip_p(torch.ones(60)) == pytest.approx(1e-4, rel=1e-6)
     assert math.isnan(sign_flip_p(torch.ones(9)))
     assert math.isnan(sign_flip_p(torch.zeros(12)))
-
-
-# ---- results, sums, arguments
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Norms(Sums):
-    squares: Float[Tensor, "*context head"]
-    counts: Float[Tensor, "*context"]
-
-
-def test_sums_add_and_go_along_their_axes() -> None:
-    one = Norms(squares=normal(3, 2), counts=torch.ones(3))
-    both = Norms.cat([one, one + one])
-    assert both.counts.tolist() == [1, 1, 1, 2, 2, 2]
-    assert torch.allclose(both.pooled().squares, 3 * one.squares.sum(0))
-    assert torch.equal(both.select([0, 3]).pooled().counts, torch.tensor(3.0))
-    assert both.select(1, "head").squares.shape == (6,)
-    assert torch.equal(Norms.stack([one.pooled()] * 2).counts, torch.tensor([3.0, 3.0]))
-    with pytest.raises(GeometryError, match="sums"):
-        one + Sums()  # type: ignore[operator]
-
-
-def test_any_result_opens_from_its_file(tmp_path: Path) -> None:
-    """Equal results are equal bytes; one changed byte, another class and another file are
-    refused."""
-    table = Table(provenance=Provenance(corpus="mine"), names=("a",), cells=((1.5,), (None,)))
-    paths = [table.save(tmp_path / f"{i}.safetensors") for i in range(2)]
-    assert paths[0].read_bytes() == paths[1].read_bytes()
-    for again in (tlg.load(paths[0]), Table.load(paths[0])):
-        assert (again.cells, again.provenance) == (table.cells, table.provenance)
-    with pytest.raises(GeometryError, match="schema"):
-        tlg.PositionContext.load(paths[0])
-    whole = paths[0].read_bytes()
-    for changed in (whole.replace(b"mine", b"mima"), b"no file", whole.replace(b"Table", b"Tablo")):
-        paths[1].write_bytes(changed)
-        with pytest.raises(GeometryError):
-            tlg.load(paths[1])
-
-
-def test_a_file_names_no_class_outside_of_the_library(tmp_path: Path) -> None:
-    class Planted(Result):
-        """A result that no package of the library holds."""
-
-    place = Planted(provenance=Provenance()).save(tmp_path / "planted.safetensors")
-    with pytest.raises(GeometryError, match="a result of tl_geometry"):
-        tlg.load(place)
-
-
-@pytest.mark.parametrize(
-    ("call", "wrong"),
-    [
-        (lambda v: checks.heads(v, 2, 2), ["L2H0", (0, 2), "51", [], 3, "H1"]),
-        (lambda v: checks.index(v, 3, "layer"), [3, -1, 1.0, True, "1"]),
-        (
-            lambda v: checks.window(v, 8, 1),
-            [(3, 9), (2, 2), 5, (0.5, 2), (2.0, 5), (True, 2), "ab"],
-        ),
-        (lambda v: checks.finite(torch.tensor([v]), "x"), [math.nan, math.inf]),
-    ],
-)
-def test_arguments_are_taken_or_refused(call: object, wrong: list[object]) -> None:
-    assert callable(call)
-    for value in wrong:
-        with pytest.raises(GeometryError):
-            call(value)
-    assert checks.heads(["L1H0", "0.1"], 2, 2) == ((1, 0), (0, 1))
-    assert checks.window((2, 5), 8, 1) == (2, 5)

@@ -81,16 +81,6 @@ def test_contrast_sums_to_the_difference_of_the_metric(kind: str) -> None:
     assert far(gradient.node_scores[0], found.node_scores[0]) > 1e-3  # which does not sum
 
 
-def test_a_metric_of_the_users_is_a_sum_too() -> None:
-    def metric(logits: Tensor) -> Tensor:
-        return logits[:, -1].log_softmax(-1)[:, 5] + logits[:, 3, 7]
-
-    with InDouble():
-        found = tlg.edge_scores(exact("llama"), PROMPTS, counterfactual=OTHERS, metric=metric)
-    wanted = found.clean - found.counterfactual
-    assert float(found.node_scores[0]) == pytest.approx(wanted, abs=1e-9)
-
-
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen3"])
 def test_near_prompts_have_the_gradients_scores(kind: str) -> None:
     """Token 60 becomes a neighbour of token 4, at a distance that shrinks tenfold."""
@@ -126,24 +116,6 @@ def test_pairs_of_any_lengths_and_batches_give_the_same_means(method: str) -> No
     for found in (split.scores, torch.stack(each).mean(0)):
         assert float((found - whole.scores).abs().max()) < 1e-5 * float(whole.scores.abs().max())
     assert whole.errors.isnan().all()  # four pairs have no standard error
-
-
-def test_the_likeliest_tokens_are_compared_by_default() -> None:
-    model, rows, others = tiny("bridge", "gpt2"), tokens(8, 6, seed=1), tokens(8, 6, seed=2)
-    with torch.no_grad():
-        after = [model(ids)[:, -1].argmax(-1) for ids in (rows, others)]
-    differ = after[0] != after[1]
-    assert differ.any()
-    rows, others = rows[differ], others[differ]
-    pairs = torch.stack(after, 1)[differ].tolist()
-    options: dict[str, Any] = {"counterfactual": others, "method": "gradient"}
-    given = tlg.edge_scores(model, rows, answer=pairs, **options)
-    assert torch.equal(tlg.edge_scores(model, rows, **options).scores, given.scores)
-    with pytest.raises(tlg.GeometryError, match="two different tokens"):
-        tlg.edge_scores(model, rows, counterfactual=rows)
-
-
-# ---- pruned runs
 
 
 @every_kind
@@ -196,16 +168,3 @@ def test_areas_have_intervals_over_prompts_and_a_null() -> None:
     again = tlg.faithfulness(model, rows, scores, fractions=(0.1, 0.5), draws=3, seed=1, **options)
     assert not torch.equal(again.random, found.random)
     assert torch.equal(again.metrics, found.metrics)
-
-
-# ---- a mixture of experts
-
-
-def test_experts_are_readers_and_writers_by_gradient_and_refused_between_two() -> None:
-    model = tiny("bridge", "gpt-oss")
-    options: dict[str, Any] = {"counterfactual": OTHERS, "answer": ANSWERS}
-    found = tlg.edge_scores(model, PROMPTS, method="gradient", **options)
-    into = by_reader(found)[found.layout.readers.index("mlp1")]
-    assert float(into.abs().max()) > 1e-3
-    with pytest.raises(tlg.UnsupportedModelError, match="experts"):
-        tlg.edge_scores(model, PROMPTS, **options)

@@ -146,19 +146,6 @@ def test_trace_writes_the_graph_of_the_function(tmp_path: Path) -> None:
     run("trace", PROMPT, *options, "--out", out, "--force")
 
 
-def test_check_and_trace_take_a_directory_and_a_basis(directory: Path, tmp_path: Path) -> None:
-    said = run("check", directory, "--processed", "--dtype", "float64")
-    assert "verified" in said
-    basis = tmp_path / "basis.safetensors"
-    text = directory / "text.txt"
-    run("fit", directory, "--corpus", text, "--length", 16, "--contexts", 12, "--out", basis)
-    words = ("trace", directory, "w4 w5 w6 w7 w8", "--answer", "w9", "--basis", basis)
-    run(*words, "--mlp", "leaf", "--keep", 1, "--out", tmp_path / "out")
-    found = set(pd.read_csv(tmp_path / "out" / "nodes.csv")["component"])
-    assert {"pos", "cvec"} <= found
-    assert not [name for name in found if name.startswith("embed")]
-
-
 @pytest.mark.slow
 def test_report_takes_its_options(directory: Path, tmp_path: Path) -> None:
     words = ("report", directory, "--corpus", directory / "text.txt", "--contexts", 40)

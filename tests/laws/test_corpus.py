@@ -17,13 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tl_geometry as tlg
+from tests.lib.data import refused
 from tests.lib.models import VOCAB, tiny
 from tl_geometry.corpus import (
-    Prompts,
     TokenWindows,
-    gibberish,
     prompts,
-    pseudo_sentences,
     repeated_random_tokens,
     splice,
 )
@@ -33,8 +31,6 @@ pytestmark = pytest.mark.once
 
 BOS, EOS, PAD, UNKNOWN = range(4)
 """Special tokens of the tiny tokenizer; its words are ``w4`` to ``w60``."""
-END = "<|endoftext|>"
-"""The one special token of the embedded model: BOS, EOS and padding."""
 
 
 @pytest.fixture(scope="module")
@@ -52,14 +48,6 @@ def text(ids: list[int]) -> str:
     names = {BOS: "<bos>", EOS: "<eos>", PAD: "<pad>"}
     return " ".join(names.get(i, f"w{i}") for i in ids)
 
-
-def refused(call: Callable[[], object]) -> tlg.GeometryError:
-    with pytest.raises(tlg.GeometryError) as caught:
-        call()
-    return caught.value
-
-
-# ---- windows -------------------------------------------------------------------------------------
 
 WORDS = st.lists(st.integers(4, VOCAB - 1), max_size=40)
 
@@ -115,17 +103,6 @@ def test_a_choice_of_windows_is_in_order_and_without_repeats(seed: int, n: int) 
     assert places == sorted(set(places))
     assert call(n=n, seed=seed).tokens.tolist() == some
     assert refused(lambda: call(n=13)).what == "n"
-
-
-def test_every_window_is_equally_likely(model: Any) -> None:
-    ids, view = list(range(4, 44)), tlg.view(model)
-    counts = torch.zeros(10)
-    for seed in range(300):
-        first = tlg.windows(view, text(ids), 4, n=3, prepend_bos=False, seed=seed).tokens[:, 0]
-        counts[(first - 4) // 4] += 1
-    # 90 of 300 each; three standard deviations of a binomial are 24
-    assert counts.min() > 66
-    assert counts.max() < 114
 
 
 def test_bos_is_the_models_own_default_and_is_never_doubled(model: Any) -> None:
@@ -205,8 +182,6 @@ def test_a_large_file_is_read_in_pieces(embedded: Any, tmp_path: Path) -> None:
         assert any(around[i : i + 31] == row[1:] for i in range(len(around)))
 
 
-# ---- tokens --------------------------------------------------------------------------------------
-
 ROWS = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12], [13, 14, 15, 16]])
 
 
@@ -227,47 +202,6 @@ def test_ids_are_copied_as_they_come(model: Any) -> None:
     masked = np.ma.masked_equal(ROWS.numpy(), 6)
     for wrong in (masked, {"input_ids": ROWS}, [ROWS[0], ROWS[1, :2]]):
         assert refused(lambda wrong=wrong: as_tokens(model, wrong)).what == "tokens"
-
-
-def test_a_text_and_a_row_are_one_context(model: Any) -> None:
-    assert as_tokens(model, "w4 w5").tokens.tolist() == [[BOS, 4, 5]]
-    assert as_tokens(model, "w4 w5", prepend_bos=False).tokens.tolist() == [[4, 5]]
-    assert as_tokens(model, ["w4 w5", "w6 w7"], prepend_bos=False).tokens.tolist() == [
-        [4, 5],
-        [6, 7],
-    ]
-    for row in ([4, 5], torch.tensor([4, 5]), np.array([4, 5])):
-        assert as_tokens(model, row).tokens.tolist() == [[4, 5]]
-
-
-@pytest.mark.parametrize("pad", [PAD, BOS])
-@pytest.mark.parametrize("side", [slice(0, 2), slice(-2, None)])
-def test_padded_rows_are_refused(
-    pad: int, side: slice, model: Any, request: pytest.FixtureRequest
-) -> None:
-    """Also where the padding token is BOS. One padding token at the end of a row is said."""
-    tokens = torch.randint(4, VOCAB, (6, 8), generator=torch.Generator().manual_seed(0))
-    chosen, before = model, model.tokenizer.pad_token
-    request.addfinalizer(lambda: setattr(model.tokenizer, "pad_token", before))
-    model.tokenizer.pad_token = model.tokenizer.convert_ids_to_tokens(pad)
-    assert as_tokens(chosen, tokens).flags == ()
-    padded = tokens.clone()
-    padded[1:3, side] = pad
-    for rows in (padded, iter(padded.split(2)), TokenWindows(tokens=padded, has_bos=False)):
-        error = refused(lambda rows=rows: as_tokens(chosen, rows))
-        assert error.instead is not None
-        assert "prompts" in error.instead
-    single = tokens.clone()
-    single[1:3, -1] = pad
-    assert as_tokens(chosen, single).flags[-1].startswith("2 of 6 contexts begin or end with a pad")
-    first = tokens.clone()
-    first[2:, 0] = pad  # also where it is BOS, unless all rows begin with it
-    assert as_tokens(chosen, first).flags[-1].startswith("4 of 6 contexts begin or end with a pad")
-    first[:, 0] = BOS
-    assert as_tokens(chosen, first).flags == ()
-    inside = tokens.clone()
-    inside[:, 3:5] = PAD  # inside of rows a token is text
-    assert as_tokens(model, inside).flags == ()
 
 
 def test_what_is_unusual_about_rows_is_said(model: Any, embedded: Any) -> None:
@@ -312,9 +246,6 @@ def test_windows_are_chosen_as_tensors_are(data: st.DataObject) -> None:
     assert rows.token_hash != rows[[0] * n].token_hash or n == 1
 
 
-# ---- prompts -------------------------------------------------------------------------------------
-
-
 @given(lengths=st.lists(st.integers(1, 5), min_size=1, max_size=9))
 def test_groups_hold_every_prompt_once_with_all_that_belongs_to_it(lengths: list[int]) -> None:
     model = tiny("bridge", "gpt2", text=True)
@@ -351,39 +282,6 @@ def test_groups_hold_every_prompt_once_with_all_that_belongs_to_it(lengths: list
     assert subset[1].ids[0].tolist() == rows[-1]
 
 
-def test_texts_and_ids_are_one_thing(model: Any) -> None:
-    by_text = prompts(model, ["w4 w5", "w6 w7 w8"], answers=["w9", "w10"], prepend_bos=False)
-    by_ids = prompts(model, [[4, 5], [6, 7, 8]], answers=[9, 10])
-    assert all(map(torch.equal, by_text.ids, by_ids.ids))
-    assert torch.equal(by_text.answers, by_ids.answers)  # type: ignore[arg-type]
-    assert prompts(model, "w4").ids[0].tolist() == [BOS, 4]
-    for one in ([4, 5], torch.tensor([4, 5]), TokenWindows(tokens=ROWS[:1, :2], has_bos=False)):
-        assert len(prompts(model, one)) == 1
-    assert prompts(model, ROWS).tokens.tolist() == ROWS.tolist()
-    assert as_tokens(model, prompts(model, ROWS)).tokens.tolist() == ROWS.tolist()
-    for nothing in ([], "", ["w4", ""], 3, None):
-        call = lambda nothing=nothing: prompts(model, nothing, prepend_bos=False)
-        assert refused(call).what in ("texts", "tokens", "prepend_bos")
-
-
-@pytest.mark.parametrize(
-    ("answers", "expected"),
-    [
-        ("w7", ([7, 7], None)),
-        (["w7", 8], ([7, 8], None)),
-        ([("w7", "w8"), (9, "w10")], ([7, 9], [8, 10])),
-        (("w7", "w8"), ([7, 7], [8, 8])),
-        (torch.tensor(7), ([7, 7], None)),
-    ],
-)
-def test_answers_are_given_for_each_prompt_or_for_all(
-    model: Any, answers: Any, expected: Any
-) -> None:
-    found = prompts(model, ["w4 w5", "w6"], answers=answers)
-    got = tuple(None if x is None else x.tolist() for x in (found.answers, found.others))
-    assert got == expected
-
-
 def test_positions_are_found_by_text(embedded: Any) -> None:
     texts = ["def get(x, y): return x", "def f(value, y): return y + 1"]
     found = prompts(
@@ -403,46 +301,6 @@ def test_positions_are_found_by_text(embedded: Any) -> None:
     for value in ("absent", "x", "ge"):  # not there, twice, a part of a token
         error = refused(lambda value=value: prompts(embedded, texts[0], positions={"p": value}))
         assert error.what == "position 'p' of prompt 0"
-
-
-def test_a_rendered_chat_template_gets_no_second_bos(embedded: Any) -> None:
-    body = "def get(x, y): return x"
-    options: dict[str, Any] = {"positions": {"name": "get"}}
-    for bos in (True, False, None):
-        rendered = prompts(embedded, END + body, prepend_bos=bos, **options)
-        assert rendered.has_bos
-        plain = prompts(embedded, body, prepend_bos=True, **options)
-        assert rendered.ids[0].tolist() == plain.ids[0].tolist()
-        token = int(rendered.ids[0][rendered.at("name")[0]])
-        assert tlg.view(embedded).decode([token]) == [" get"]
-    assert not prompts(embedded, body, prepend_bos=False, **options).has_bos
-
-
-def test_the_prompt_at_fault_is_named(model: Any, embedded: Any) -> None:
-    two = ["w4 w5", "w6"]
-    uneven = lambda: prompts(model, two, counterfactuals=["w4 w5", "w6 w7"], prepend_bos=False)
-    assert "prompt 1" in str(refused(uneven))
-    beyond = lambda: prompts(model, two, positions={"x": 1}, prepend_bos=False)
-    assert refused(beyond).what == "position 'x' of prompt 1"
-    assert prompts(model, two, positions={"x": 1}, prepend_bos=True).at("x").tolist() == [1, 1]
-    pieces = refused(lambda: prompts(embedded, "def f", answers=" self.x"))
-    assert "' self', '.x'" in str(pieces) or "' self', '.', 'x'" in str(pieces)
-    assert prompts(model, ["w4", "w5", "w4"]).flags == ("1 of 3 prompts are copies of others",)
-    assert isinstance(prompts(model, ["w4"])[0], Prompts)
-
-
-# ---- nulls ---------------------------------------------------------------------------------------
-
-
-def test_gibberish_is_uniform_over_the_vocabulary(model: Any) -> None:
-    plain = gibberish(model, 60)
-    assert plain.tokens.shape == (60, 50)
-    assert set(plain.tokens.flatten().tolist()) == set(range(VOCAB))
-    assert torch.equal(plain.tokens, gibberish(model, 60, seed=0, length=50).tokens)
-    assert not torch.equal(plain.tokens, gibberish(model, 60, seed=1).tokens)
-    begun = gibberish(model, 20, 9, prepend_bos=True)
-    assert begun.tokens[:, 0].tolist() == [BOS] * 20
-    assert begun.has_bos
 
 
 def test_repeated_tokens_are_copies_of_distinct_ones() -> None:
@@ -477,12 +335,3 @@ def test_spliced_windows_keep_the_tokens_of_every_position(
     joined = [t for t in range(1, length - bos) if t % piece == 0]
     assert all(borders[:, t - 1].float().mean() < 0.5 for t in joined)
     assert splice(windows, seed=seed).labels is None
-
-
-def test_pseudo_sentences_are_consecutive_chunks(embedded: Any) -> None:
-    body = tlg.zoo.corpus.held_out_documents().texts[0][:3000]
-    ids = tlg.view(embedded).encode(body.replace("\n", " "))
-    chunks = pseudo_sentences(embedded, body, 10, n=7)
-    assert chunks.tokens.flatten().tolist() == ids[:70]
-    assert not chunks.has_bos
-    assert refused(lambda: pseudo_sentences(embedded, body, 10, n=10_000)).what == "n"

@@ -15,13 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, distributed
 
-import tl_geometry as tlg
-from tests.lib.data import additive, random_states
-from tests.lib.models import bridge_of, hf_model, tiny, tokens
+from tests.lib.data import random_states, refused
+from tests.lib.models import tiny, tokens
 from tests.lib.reference import moments as reference
 from tl_geometry import PositionContext, decompose, decompose_activations
 from tl_geometry.corpus import TokenWindows
-from tl_geometry.decomposition import position_context
 
 pytestmark = pytest.mark.once
 
@@ -38,12 +36,6 @@ def close(a: Tensor, b: Tensor, tolerance: float = 1e-10) -> bool:
     """Equal to ``tolerance`` relative to the largest entry of ``b``."""
     largest = b.abs().max().clamp(min=1e-30)
     return a.shape == b.shape and bool((a - b).abs().max() <= tolerance * largest)
-
-
-def refused(call: Any) -> tlg.GeometryError:
-    with pytest.raises(tlg.GeometryError) as caught:
-        call()
-    return caught.value
 
 
 def ctx_of(basis: PositionContext) -> Tensor:
@@ -70,9 +62,6 @@ def assert_same(a: PositionContext, b: PositionContext, tolerance: float = 1e-10
     for state in a.states if a.has_second_moments else ():
         trace = float(b.second_moment(state, centered=False).trace())
         assert (a.second_moment(state) - b.second_moment(state)).abs().max() <= products * trace
-
-
-# ---- identities ----------------------------------------------------------------------------------
 
 
 @given(**SIZES)
@@ -113,69 +102,6 @@ def test_sums_of_squares_are_those_of_whole_arrays(
         assert close(basis.second_moment(row, centered=False), raw, 1e-9)
     shares = torch.stack(list(table.shares.values())).sum(0)
     assert close(shares, torch.ones(2, dtype=torch.float64))
-
-
-def test_additive_data_has_its_parts_and_no_rest() -> None:
-    h, known = additive(7, 5, 4)
-    basis = decompose_activations(h)
-    parts = basis.transform(h)
-    for name, value in known.items():
-        assert close(getattr(parts, name), value)
-    again = decompose_activations((parts.mean + parts.pos).expand(7, 5, 4))
-    assert close(again.pos, basis.pos)
-    assert ctx_of(again).abs().max() < 1e-12
-    table = basis.anova()
-    assert table.resid[0] < 1e-9 * table.total[0]
-    noisy = decompose_activations(additive(7, 5, 4, noise=1.0)[0]).anova()
-    assert noisy.resid[0] > 0.1 * noisy.total[0]  # the twin: with noise there is one
-
-
-def test_positions_outside_of_the_window_have_a_vector() -> None:
-    h = random_states(2, 6, 7, 3)
-    basis = decompose_activations(h, window=(2, 6))
-    for t in range(7):
-        assert close(basis.pos_at(t), h[:, :, t].mean(1) - h[:, :, 2:6].mean((1, 2)))
-    changed = torch.cat([9 * h[:, :, :2], h[:, :, 2:6], -h[:, :, 6:]], 2)
-    other = decompose_activations(changed, window=(2, 6))
-    assert close(other.pos, basis.pos)
-    assert close(other.anova().total, basis.anova().total)
-    assert close(other.second_moment(1), basis.second_moment(1))
-    assert not close(other.pos_seen, basis.pos_seen, 1e-2)
-
-
-def test_parts_of_a_part_of_a_window_are_exact_on_additive_data() -> None:
-    h, known = additive(6, 8, 5)
-    basis = decompose_activations(h)
-    parts = basis.transform(h[:, :2], positions=range(2))
-    assert (parts.ctx - known["ctx"]).abs().max() < 1e-10
-    # the twin: the plain mean, without what position adds there
-    assert (h[:, :2].mean(1) - basis.mean[0] - known["ctx"]).abs().max() > 0.1
-
-
-@pytest.mark.parametrize(
-    ("h", "zero", "identifiable"),
-    [
-        (random_states(1, 1, 5, 3), ("ctx", "resid"), False),
-        (random_states(1, 5, 1, 3), ("pos", "resid"), True),
-        (random_states(1, 1, 5, 3).expand(1, 4, 5, 3), ("ctx", "resid"), True),
-    ],
-)
-def test_degenerate_designs_have_defined_values(
-    h: Tensor, zero: tuple[str, ...], identifiable: bool
-) -> None:
-    basis = decompose_activations(h)
-    table = basis.anova()
-    for name in zero:
-        assert getattr(table, name)[0] <= 1e-12 * h.square().sum()
-    assert table.identifiable is identifiable
-    assert bool(table.shares["pos"].isnan()) is not identifiable
-    assert any("one context" in flag for flag in basis.flags()) is not identifiable
-    zeros = decompose_activations(torch.zeros(1, 3, 4, 2)).anova()
-    assert zeros.total.tolist() == [0.0]
-    assert zeros.shares["ctx"].isnan().all()
-
-
-# ---- one sum whatever the partition --------------------------------------------------------------
 
 
 @given(**SIZES, sizes=st.lists(st.integers(1, 4), min_size=1, max_size=5), groups=st.integers(1, 9))
@@ -221,87 +147,6 @@ def test_float32_products_stay_accurate_where_plain_ones_fail() -> None:
     assert (plain - exact).abs().max() > 1e-3 * exact.trace()
 
 
-def test_groups_are_the_sums_of_their_contexts_and_samples_are_whole_states() -> None:
-    h = random_states(2, 11, 4, 3)
-    basis = decompose_activations(h, groups=4, keep=5, batch_size=2, labels=torch.arange(11) % 3)
-    assert basis.group_counts.sum() == 11
-    for group in range(len(basis.group_counts)):
-        assert close(
-            basis.moments.sums[group],
-            h[:, torch.repeat_interleave(basis.group_counts) == group].sum(1),
-        )
-    assert basis.sample_states is not None
-    assert basis.sampled is not None
-    assert close(basis.sample_states.double(), h[:, basis.sampled].transpose(0, 1), 1e-6)
-    again = decompose_activations(h, keep=5, batch_size=11)
-    assert again.sampled is not None
-    assert torch.equal(again.sampled, basis.sampled)  # whatever the batches
-    seeds = {tuple(decompose_activations(h, keep=5, seed=s).sampled.tolist()) for s in range(6)}  # type: ignore[union-attr]
-    assert len(seeds) > 1
-    assert decompose_activations(h).sample_states is None
-
-
-# ---- models --------------------------------------------------------------------------------------
-
-
-def test_only_the_blocks_that_are_needed_run_and_never_the_output_head() -> None:
-    model, ran = tiny("bridge", "gpt2"), []
-    tlg.view(model)  # which looks at a model that is new to it
-    inner = model.original_model
-    blocks = inner.transformer.h
-    watched = {"0": blocks[0].mlp, "1": blocks[1].mlp, "head": inner.lm_head}
-    handles = [
-        module.register_forward_hook(lambda *_, name=name: ran.append(name))
-        for name, module in watched.items()
-    ]
-    try:
-        for states, expected in (([0, 1], ["0"]), (None, ["0", "1"])):
-            basis = decompose(model, tokens(3, 8), states=states, groups=1, **QUIET)
-            assert ran == expected
-            ran.clear()
-        model(tokens(3, 8), return_type="logits")
-        assert ran == ["0", "1", "head"]  # the twin
-    finally:
-        for handle in handles:
-            handle.remove()
-    assert not any(t.is_inference() for t in (*basis.moments.tensors().values(), ctx_of(basis)))
-
-
-def test_a_basis_of_a_large_model_can_be_mailed(tmp_path: Path) -> None:
-    """Float32 sums in a file above 40 MB (here of 1 kB): what is read is the basis to its
-    rounding, also where a coordinate has a mean of thousands; sums of squares stay."""
-    h = random_states(2, 12, 200, 16)
-    h[..., 2] += 3000
-    basis = decompose_activations(h)
-    sizes = []
-    for limit in (position_context.MAILED, 1000):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(position_context, "MAILED", limit)
-            path = basis.save(tmp_path / f"{limit}.safetensors")
-        lean = PositionContext.load(path)
-        sizes.append(path.stat().st_size)
-        assert close(lean.mean, basis.mean, 1e-9)
-        assert close(lean.pos, basis.pos, 1e-6)
-        assert close(lean.anova().pos, basis.anova().pos, 1e-6)
-    assert sizes[1] < 0.65 * sizes[0]
-
-
-def test_what_a_basis_hands_out_are_copies() -> None:
-    basis = decompose_activations(random_states(2, 12, 5, 3), keep=2)
-    names = ("mean", "pos", "pos_seen", "ctx", "group_counts")
-    before = {name: getattr(basis, name).clone() for name in names}
-    moment, at = basis.second_moment(1), basis.pos_at(2)
-    kept = (moment.clone(), at.clone())
-    for name in names:
-        getattr(basis, name).zero_()
-    moment.zero_()
-    at.zero_()
-    for name, value in before.items():
-        assert torch.equal(getattr(basis, name), value), name
-    assert torch.equal(basis.second_moment(1), kept[0])
-    assert torch.equal(basis.pos_at(2), kept[1])
-
-
 @pytest.mark.parametrize("copies", [2, 8])
 def test_a_context_counts_once(copies: int) -> None:
     model, ids = tiny("bridge", "gpt2"), tokens(12, 10)
@@ -317,9 +162,6 @@ def test_a_context_counts_once(copies: int) -> None:
     assert (same.contexts, same.anova().identifiable) == (1, False)
     # the twin: tensors of activations are taken as they are
     assert decompose_activations(random_states(1, 1, 4, 3).repeat(1, 9, 1, 1)).contexts == 9
-
-
-# ---- groups and documents ------------------------------------------------------------------------
 
 
 @given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=20), groups=st.integers(1, 9))
@@ -383,30 +225,6 @@ def test_intervals_are_those_of_decompositions_without_each_group(
     assert float(column[1]) == float(table.intervals["pos"][1, 1])
 
 
-@pytest.mark.parametrize(
-    ("contexts", "groups", "enough"), [(10, 8, True), (9, 8, False), (20, 3, False)]
-)
-def test_no_interval_from_few_contexts_or_groups(contexts: int, groups: int, enough: bool) -> None:
-    table = decompose_activations(planted(contexts, 1), groups=groups).anova()
-    assert bool(table.intervals) is enough
-    assert ("pos_corrected_low" in table.to_dataframe()) is enough
-    assert ("pos_debiased" in table.to_dataframe()) is not enough
-
-
-def test_the_interval_is_about_the_share_without_sampling_noise() -> None:
-    """No position at all: the share of pos is what noise leaves, and zero is in the interval, about
-    as often as it says; around the share itself the same interval would hardly ever hold zero."""
-    held = plain = 0
-    for seed in range(120):
-        white = torch.randn(24, 6, 12, generator=torch.Generator().manual_seed(seed))
-        table = decompose_activations(white).anova()
-        _, low, high = table.intervals["pos"][0].tolist()
-        held += low <= 0 <= high
-        plain += float(table.shares["pos"][0]) - (high - low) / 2 <= 0
-    assert 0.88 <= held / 120 <= 1.0
-    assert plain / 120 < 0.3
-
-
 @pytest.mark.parametrize("repeats", [40, pytest.param(400, marks=pytest.mark.nightly)])
 def test_intervals_cover_where_windows_come_in_topics(repeats: int) -> None:
     contexts, block, positions, width = 64, 16, 12, 8
@@ -454,21 +272,6 @@ def test_reliability_and_the_debiased_share_tell_signal_from_noise() -> None:
     assert float(basis.anova().pos_reliability[0]) == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize("contexts", [16, 32, 64])
-def test_halves_of_the_contexts_do_not_share_a_topic(contexts: int) -> None:
-    """Eight windows in a row have one curve in common (a form of their text), and no curve is that
-    of all: halves agree on nothing. The twin: halves whose groups cut through the eight."""
-    g = torch.Generator().manual_seed(0)
-    curves = torch.randn(contexts // 8, 12, 10, generator=g).repeat_interleave(8, 0)
-    h = curves + 0.5 * torch.randn(contexts, 12, 10, generator=g)
-    assert abs(float(decompose_activations(h).anova().pos_reliability[0])) < 0.2
-    order = torch.arange(contexts).view(-1, 8).mT.flatten()
-    assert float(decompose_activations(h[order]).anova().pos_reliability[0]) > 0.6
-
-
-# ---- the largest tokens --------------------------------------------------------------------------
-
-
 def massive(seed: int = 0) -> Tensor:
     """States of one norm's order, and in the first a massive token at position 3 of every tenth
     context, in coordinate 4."""
@@ -502,25 +305,6 @@ def test_the_largest_tokens_are_those_of_the_states_themselves() -> None:
         assert float(rows["rms"].iloc[0]) == pytest.approx(float(squares.mean().sqrt()))
 
 
-def test_a_quarter_of_the_squares_in_few_tokens_is_said() -> None:
-    basis = decompose_activations(massive(), window=(1, 60))
-    table = basis.anova()
-    assert "2 of 2360 tokens hold" in table.remarks[0]
-    assert "position 3" in table.remarks[0]
-    assert "tokens hold" not in table.remarks[1]
-    said = [flag for flag in table.provenance.flags if "tokens hold" in flag]
-    assert len(said) == 1
-    assert "in states 0 " in said[0]
-    assert said[0] in repr(table)
-    assert said[0] in basis.flags()
-    ids = tokens(6, 9)
-    found = decompose(tiny("bridge", "llama"), ids, **QUIET).largest
-    assert torch.equal(found["token"], ids[found["context"], found["position"]])
-
-
-# ---- files, shards, processes --------------------------------------------------------------------
-
-
 def test_a_file_holds_mean_and_pos_and_all_else_only_if_asked(tmp_path: Path) -> None:
     model, ids = tiny("bridge", "gpt2"), tokens(40, 12)
     rows = TokenWindows(tokens=ids, has_bos=False, labels=torch.arange(40) // 5, corpus="mine")
@@ -545,46 +329,6 @@ def test_a_file_holds_mean_and_pos_and_all_else_only_if_asked(tmp_path: Path) ->
     assert "full=True" in str(refused(lambda: lean.second_moment(1)).instead)
     sizes = [(tmp_path / f"{name}.safetensors").stat().st_size for name in ("lean", "full")]
     assert sizes[0] < sizes[1] / 4
-
-
-def test_groups_of_shards_are_contiguous_and_named_as_the_shards_are() -> None:
-    h = random_states(1, 20, 4, 3)
-    for cuts in ([8], [5, 10], [4, 8]):
-        shards = [decompose_activations(x, groups=4) for x in h.tensor_split(cuts, dim=1)]
-        counts, first = [0] * 4, 0
-        for n in torch.cat([shard.group_counts for shard in shards]).tolist():
-            counts[(first + n // 2) * 4 // 20] += n  # where its middle context is
-            first += n
-        joined = PositionContext.merge(iter(shards))
-        assert joined.group_counts.tolist() == counts
-        for group in range(4):  # contiguous, and the sums of their contexts
-            assert close(
-                joined.moments.sums[group],
-                h[:, torch.repeat_interleave(joined.group_counts) == group].sum(1),
-            )
-
-
-def test_a_shard_given_twice_is_refused_and_shared_contexts_are_said() -> None:
-    model, ids = tiny("bridge", "gpt2"), tokens(20, 6)
-    first, second = (decompose(model, x, **QUIET) for x in (ids[:12], ids[10:]))
-    shared = PositionContext.merge([first, second])
-    assert torch.equal(shared.token_hashes[:12], first.token_hashes)  # type: ignore[index]
-    at = shared.largest
-    assert torch.equal(at["token"], torch.cat([ids[:12], ids[10:]])[at["context"], at["position"]])
-    assert "2 contexts are in more than one of the merged parts" in shared.provenance.flags
-    same = decompose(model, ids[:12].flip(0), **QUIET)
-    assert refused(lambda: PositionContext.merge([first, same])).what == "merge"
-    assert refused(lambda: PositionContext.merge([first, second, first])).what == "merge"
-
-
-def test_hooks_on_one_side_only_are_said() -> None:
-    hooked, ids = bridge_of(hf_model("gpt2")), tokens(12, 6)
-    own = decompose(hooked, ids, **QUIET)
-    assert own.remarks(tlg.view(hooked)) == ()
-    hooked.add_hook("blocks.1.hook_resid_pre", lambda h, hook: None)
-    assert any("hooks" in flag for flag in own.remarks(tlg.view(hooked)))
-    raw = decompose_activations(random_states(3, 6, 5, 32))
-    assert any("not known" in flag for flag in raw.remarks(tlg.view(hooked)))
 
 
 def _one_of(rank: int, size: int, store: Path) -> None:

@@ -72,9 +72,6 @@ def some_edits() -> dict[str, Any]:
     }
 
 
-# ---- the numbers
-
-
 @pytest.mark.parametrize("metric", ["loss", "difference", "own"])
 def test_a_metric_under_edits_is_that_of_passes_inside_them(metric: str) -> None:
     """Each edit alone, all together in shared passes, and a few prompts at a time."""
@@ -98,25 +95,6 @@ def test_a_metric_under_edits_is_that_of_passes_inside_them(metric: str) -> None
     small = interventions.effects(model(), IDS, few, metric=asked, batch_size=5, **PAIRS)
     whole = torch.stack([together.edited[list(edits).index(name)] for name in few])
     assert torch.allclose(small.edited, whole, atol=1e-5)
-
-
-def test_prompts_are_given_to_edits_that_lack_them() -> None:
-    names = ["L0H1", "mlp1", "resid1"]
-    where: dict[str, Any] = {"positions": "subject"}
-    two = tlg.TokenWindows(tokens=IDS, has_bos=False, positions={"subject": 3})
-    both: dict[str, Any] = {"reference": two, "counterfactual": OTHER}
-    for by in ("mean", "counterfactual"):
-        lacking = interventions.each(model(), names, by=by, **where)
-        given = interventions.each(model(), names, by=by, **both, **where)
-        a, b = (
-            interventions.effects(model(), two, e, metric="difference", **PAIRS)
-            for e in (lacking, given)
-        )
-        assert torch.equal(a.edited, b.edited)
-        assert float(a.changes.abs().max()) > 1e-3
-
-
-# ---- intervals, p, and the sentence
 
 
 def test_intervals_and_p_by_hand() -> None:
@@ -156,30 +134,6 @@ def test_the_excess_over_controls_by_hand() -> None:
     assert row.p == found.p("none", "random heads") != found.p("none")
 
 
-def test_few_prompts_have_no_interval_and_the_sentence_says_so() -> None:
-    pair: dict[str, Any] = {"counterfactual": OTHER[:1], "answer": RIGHT[0], "other": WRONG[0]}
-    edits = interventions.each(model(), ["L0H1", "resid0"], by="counterfactual")
-    found = interventions.effects(model(), IDS[:1], edits, metric="difference", **pair)
-    assert found.df.change_low.isna().all()
-    other = differences(logits(ids=OTHER[:1])) - differences(logits(ids=IDS[:1]))
-    assert float(found.change("resid0").value) == pytest.approx(float(other), abs=1e-4)
-    assert "too few" in found.sentence("resid0")
-    assert f"{float(other):+.3g}".replace("-", "−") in found.sentence("resid0")
-    for n, control in ((9, None), (9, "heads"), (12, None), (12, "heads")):
-        edits = {"x": interventions.heads(model(), "L1H0", by="zero")}
-        text = interventions.effects(model(), IDS[:n], edits, control=control).sentence("x")
-        assert "nan" not in text.lower()
-        assert ("95% interval" in text) == (n >= 10)
-        assert ("random heads" in text) == (control is not None)
-        assert text.endswith(".")
-    nothing = {"nothing": interventions.edge(model(), IDS, "L0H0", "L1H0", drop=8)}
-    still = interventions.effects(model(), IDS, nothing, metric=lambda out: out[:, 0].sum(-1))
-    assert "nan" not in still.sentence("nothing").lower()
-
-
-# ---- controls
-
-
 def test_controls_are_what_they_are_called() -> None:
     edits = {"content": interventions.term(model(), basis(), "content", "L1H2")}
     found = interventions.effects(model(), IDS, edits, control=["shrink", "terms"])
@@ -216,20 +170,6 @@ def test_random_controls_are_drawn_by_seed_and_shared() -> None:
     same = {str(s): interventions.planes(model(), [1], "L0H1", draw=s) for s in (5, 6, 7)}
     wanted = interventions.effects(model(), IDS, same).edited
     assert torch.allclose(drawn.controls["plane", "random planes"], wanted, atol=1e-6)
-    low = {"low": interventions.surrogate(model(), basis(), "L1H1", part="low_rank", rank=3)}
-    drawn = interventions.effects(model(), IDS, low, control="directions", draws=2)
-    assert float(drawn.excess("low", "random directions").error) > 0
-    edges = {"edge": interventions.edge(model(), IDS, "L0H2", "L1H0")}
-    drawn = interventions.effects(model(), IDS, edges, control=["writers", "heads"])
-    assert drawn.controls_of("edge") == ["random writers", "random heads"]
-    assert len(drawn.df) == 2
-    swap = {"swap": interventions.term(model(), basis(), "content", "L1H2", how="swap"), **edges}
-    beside = interventions.effects(model(), IDS, swap, control="heads", draws=2)
-    assert beside.controls_of("swap") == []
-    assert beside.beyond("swap") is None
-
-
-# ---- planted causes
 
 
 def test_a_planted_head_is_found_and_its_path() -> None:

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import tl_geometry as tlg
+from tests.lib.data import normal
 from tests.lib.models import HAS_HOOKED, bridge_of, hf_model, tiny, tokens
 from tl_geometry import GeometryError, flow
 from tl_geometry.base.results import Provenance
@@ -29,18 +29,9 @@ from tl_geometry.models.reader import as_view
 pytestmark = pytest.mark.once
 
 LAWS = settings(deadline=None, max_examples=20)
-SIZES = st.tuples(st.integers(3, 14), st.integers(2, 4), st.integers(2, 7), st.integers(0, 10**6))
 QUIET: dict[str, Any] = {"progress": False}
 CLASSES = [("bridge", a) for a in ("gpt2", "llama", "bloom", "gemma2", "mistral", "neox", "opt")]
 CLASSES += [("hooked", a) for a in ("gpt2", "llama", "mistral")] if HAS_HOOKED else []
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def orthogonal(states: int, d: int, seed: int) -> Tensor:
-    return torch.linalg.qr(normal(states, d, d, seed=seed)).Q
 
 
 def of_pairs(values: Tensor, name: str = "log_variance") -> Table:
@@ -62,71 +53,6 @@ def paths(n: int = 80, seed: int = 1) -> Trajectories:
     return flow.trajectories(model(), tokens(n, 9, seed), states=range(5), **QUIET)
 
 
-# ---- bases and their alignment
-
-
-@LAWS
-@given(SIZES)
-def test_hungarian_has_the_larger_sum_and_aligning_again_changes_nothing(
-    size: tuple[int, ...],
-) -> None:
-    _, states, d, seed = size
-    U = orthogonal(states, d, seed)
-    total = {}
-    for method in maps.ALIGNMENTS:
-        order, sign = maps.align_directions(U, method)
-        assert all(sorted(row) == list(range(d)) for row in order.tolist())
-        aligned = U.gather(2, order[:, None].expand_as(U)) * sign[:, None]
-        cosines = torch.einsum("tdi,tdi->ti", aligned[:-1], aligned[1:])
-        assert bool((cosines >= -1e-12).all())
-        total[method] = float(cosines[0].sum())
-        again, flips = maps.align_directions(aligned, method)
-        if method == "hungarian":
-            assert torch.equal(again, torch.arange(d).repeat(states, 1))
-            assert bool((flips == 1).all())
-    assert total["hungarian"] >= total["greedy"] - 1e-12
-
-
-def test_alignment_recovers_a_planted_permutation_with_its_singular_values() -> None:
-    U, S = orthogonal(1, 5, 3)[0], torch.tensor([5.0, 4, 3, 2, 1]).double()
-    V = torch.linalg.qr(normal(20, 5, seed=4)).Q
-    order = [3, 0, 4, 1, 2]
-    X = torch.stack([V * S @ U.mT, V[:, order] * S @ U[:, order].mT], dim=1)
-    found = flow.fit_aligned_bases(X)
-    assert torch.allclose(found.U[0], found.U[1], atol=1e-9)
-    assert torch.allclose(found.S[1], S[torch.tensor(order).argsort()], atol=1e-9)
-    # the strongest direction is first, whatever the alignment
-    top = maps.top_directions(found, 1, 1)[:, 0]
-    assert abs(float(top @ U[:, order[0]])) == pytest.approx(1)
-    # a tie goes to the later column
-    tied = torch.stack([torch.eye(2), torch.tensor([[1.0, 1], [1, -1]]) / 2**0.5]).double()
-    assert maps.align_directions(tied)[0][1].tolist() == [1, 0]
-
-
-# ---- maps between states
-
-
-@LAWS
-@given(SIZES, st.sampled_from(maps.ALIGNMENTS))
-def test_the_flow_matches_second_moments_and_drops_directions_without_energy(
-    size: tuple[int, ...], align: str
-) -> None:
-    n, states, d, seed = size
-    X = normal(n, states, d, seed=seed)
-    aligned, last = flow.fit_aligned_bases(X, align=align), X[:, -1]
-    moved = flow.flow_map(aligned, 0, states - 1)(X[:, 0])
-    assert torch.allclose(moved.mT @ moved, last.mT @ last, atol=1e-8)
-    if min(n, d) == d:  # right vectors from the left ones
-        V = [X[:, t] @ aligned.U[t] / aligned.S[t] for t in (0, -1)]
-        residual = (2 * aligned.S[-1] ** 2 * (1 - (V[0] * V[1]).sum(0))).sum()
-        found = float((last - moved).square().sum())
-        assert found == pytest.approx(float(residual), rel=1e-6, abs=1e-8)
-    X[:, 0, 0] = 0
-    moved = flow.flow_map(flow.fit_aligned_bases(X), 0, 1)(X[:, 0])
-    assert bool(torch.isfinite(moved).all())
-    assert torch.linalg.matrix_rank(moved) == min(n, d - 1)
-
-
 @LAWS
 @given(st.integers(5, 60), st.integers(2, 6), st.integers(0, 10**6))
 def test_residual_statistics_against_scipy(n: int, d: int, seed: int) -> None:
@@ -143,9 +69,6 @@ def test_residual_statistics_against_scipy(n: int, d: int, seed: int) -> None:
     nothing = maps.residual_statistics(torch.full((9, 2), 0.1))
     assert all(math.isnan(value) for value in nothing.values())
     assert maps.score_map(x.mean(0).expand_as(x), x)["r2"] == pytest.approx(0)
-
-
-# ---- noise
 
 
 @LAWS
@@ -223,40 +146,9 @@ def test_the_planted_layer_is_the_only_anomaly() -> None:
     assert alone.column("z")[1:] == [math.inf if b == 5 else 0 for b in range(1, 9)]
 
 
-# ---- sampling
-
-
 def langevin(alpha: float = 0.3, rate: float = 0.4) -> tuple[flow.LangevinModel, Tensor]:
     X = normal(40, 4, 3) * torch.tensor([1.0, 1.5, 1.2, 2.0])[:, None]
     return flow.LangevinModel.fit(X, noise=(alpha, rate)), X
-
-
-def test_moments_compose_and_add_up() -> None:
-    fitted, X = langevin()
-    Phi = fitted.transition(2.0, 4.0) @ fitted.transition(1.0, 2.0)
-    assert torch.allclose(Phi, fitted.transition(1.0, 4.0))
-    mean, C = normal(3, seed=1), torch.eye(3).double()
-    once = fitted.moments(mean, C, 1.0, 4.0)
-    twice = fitted.moments(*fitted.moments(mean, C, 1.0, 3.0), 3.0, 4.0)
-    assert all(torch.allclose(a, b) for a, b in zip(once, twice, strict=True))
-    # without noise: rotation and stretch of Eq. 1
-    moved = fitted.transition(1.0, 3.0) @ X[:, 0].mT
-    assert torch.allclose(moved.mT, flow.flow_map(flow.fit_aligned_bases(X), 0, 2)(X[:, 0]))
-
-
-def test_noise_without_stretching_is_the_increment_law_and_with_it_is_not() -> None:
-    U = torch.eye(3).double().repeat(3, 1, 1)
-    steady = flow.LangevinModel(
-        U=U, S=torch.ones(3, 3).double(), times=torch.arange(1, 4).double(), alpha=0.5, rate=0.3
-    )
-    expected = 0.5 * (math.exp(0.9) - math.exp(0.3))
-    covariance = steady.noise_covariance(1.0, 3.0)
-    assert torch.allclose(covariance, expected * torch.eye(3).double(), rtol=1e-9)
-    S = torch.tensor([1.0, 2.0, 4.0]).double()[:, None] ** torch.arange(3.0)
-    moving = dataclasses.replace(steady, S=S)
-    spread = moving.noise_covariance(1.0, 3.0).diagonal()
-    assert spread[0] == pytest.approx(expected)
-    assert spread[2] > 2 * spread[0]  # not isotropic
 
 
 def test_samples_have_the_moments_and_seeds_decide() -> None:
@@ -278,30 +170,6 @@ def test_samples_have_the_moments_and_seeds_decide() -> None:
             fitted.simulate(x, wrong)
 
 
-# ---- ensembles
-
-
-@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
-def test_the_state_after_the_norm_is_the_last_hidden_state(architecture: str) -> None:
-    ids = tokens(7, 9)
-    found = flow.trajectories(tiny("bridge", architecture), ids, post_norm=True, **QUIET)
-    with torch.no_grad():
-        hidden = hf_model(architecture)(ids, output_hidden_states=True).hidden_states
-    assert torch.allclose(found.after_norm().X[:, -1], hidden[-1][:, -1], atol=1e-4)
-    assert not torch.allclose(found.X[:, -1], hidden[-1][:, -1], atol=1e-1)
-    with pytest.raises(GeometryError, match="post_norm"):
-        flow.trajectories(model(), ids, **QUIET).after_norm()
-
-
-def test_an_encoder_is_followed_at_its_first_token() -> None:
-    bert = tiny("bridge", "bert")
-    found = flow.trajectories(bert, tokens(6, 9), **QUIET)
-    assert found.position == 0
-    assert "first token followed" in found.provenance.flags
-    with pytest.raises(tlg.UnsupportedModelError, match="truncation_kl: expected a causal"):
-        flow.truncation_kl(bert, tokens(6, 9), found)
-
-
 def test_halves_share_no_chunk_and_no_document() -> None:
     ids = tokens(20, 10, 3)
     labels = torch.arange(28) % 5
@@ -319,9 +187,6 @@ def test_halves_share_no_chunk_and_no_document() -> None:
         assert not set(train.labels.tolist()) & set(test.labels.tolist())
     with pytest.raises(GeometryError, match="chunks that differ"):
         flow.trajectories(model(), ids[:1].repeat(5, 1), **QUIET).split()
-
-
-# ---- the report
 
 
 def test_held_out_numbers_are_those_of_the_map_of_one_part_on_the_other() -> None:
@@ -369,9 +234,6 @@ def test_classifiers_separate_what_is_separable_and_only_that() -> None:
     assert math.isnan(separation.resampled_t_reach(torch.ones(5), 0.3))
 
 
-# ---- the live model, its last token edited
-
-
 def kl(p: Tensor, q: Tensor) -> Tensor:
     return (p.exp() * (p - q)).sum(-1)
 
@@ -392,20 +254,6 @@ def test_the_baseline_is_that_of_consecutive_chunks_and_all_directions_change_no
     assert flow.directions_needed(curve, 1e-6) == d
     assert flow.directions_needed(curve, 1e9) == 3
     assert flow.directions_needed(curve.top(1), 1e-9) is None
-
-
-def test_directions_of_few_or_the_same_chunks_claim_nothing() -> None:
-    few, ids = paths().pick(torch.arange(6)), tokens(80, 9, 1)[:6]
-    inside = flow.truncation_kl(model(), ids, few, K=(6,), **QUIET)
-    assert inside.column("kl")[0] < 1e-7, "in the span of their own directions"
-    assert inside.column("held_out") == inside.column("claimed") == [False]
-    assert flow.directions_needed(inside) is None
-    flags = inside.provenance.flags
-    assert any("same chunks" in flag for flag in flags)
-    assert any("no K is claimed" in flag for flag in flags)
-    outside = flow.truncation_kl(model(), tokens(6, 9, 6), few, K=(6,), **QUIET)
-    assert outside.column("kl")[0] > 1e-3
-    assert outside.column("held_out") == [True]
 
 
 PAIRS = [(1, 3), (2, 4), (0, 1)]
@@ -440,22 +288,6 @@ def test_skipping_is_what_replacing_the_state_by_hand_gives() -> None:
     assert found.column("own_loss")[0] == pytest.approx(loss, rel=1e-5)
 
 
-def test_chunks_that_maps_were_fitted_on_are_left_out_or_refused() -> None:
-    other = torch.cat([tokens(10, 9, 2), torch.full((10, 1), 3)], dim=1)
-    fitted = torch.cat([tokens(80, 9, 1)[:3], torch.full((3, 1), 3)], dim=1)
-    options: dict[str, Any] = {"map_types": "mean", "pairs": [(0, 2)], **QUIET}
-    clean = flow.skip_costs(model(), other, paths(), **options)
-    mixed = flow.skip_costs(model(), torch.cat([fitted, other]), paths(), **options)
-    assert mixed.df.equals(clean.df)
-    assert any("3 of 13 test chunks left out" in flag for flag in mixed.provenance.flags)
-    assert not any("left out" in flag for flag in clean.provenance.flags)
-    with pytest.raises(GeometryError, match="maps are not fitted on"):
-        flow.skip_costs(model(), fitted, paths(), **options)
-    every = flow.skip_costs(model(), other, paths(), map_types="mean", **QUIET)
-    steps = [every.column(n, map_type="mean") for n in ("from_layer", "skipped")]
-    assert {*zip(*steps, strict=True)} == {(a, n) for n in (1, 2, 4) for a in range(5 - n)}
-
-
 @pytest.mark.parametrize(("model_class", "architecture"), CLASSES)
 def test_kept_keys_give_the_numbers_of_whole_passes(
     model_class: str, architecture: str, monkeypatch: pytest.MonkeyPatch
@@ -473,22 +305,3 @@ def test_kept_keys_give_the_numbers_of_whole_passes(
     for a, b in ((fast, slow), (curve, whole)):
         numbers = [t.df.select_dtypes("number").to_numpy() for t in (a, b)]
         np.testing.assert_allclose(*numbers, rtol=2e-4, atol=2e-4)
-
-
-def test_other_peoples_hooks_act_on_whole_passes() -> None:
-    """A hook that shifts an earlier position would not be seen by the last token alone."""
-
-    def shift(h: Tensor, hook: Any) -> Tensor:
-        h = h.clone()
-        h[:, 2] += 3.0
-        return h
-
-    options: dict[str, Any] = {"pairs": [(2, 3)], "map_types": "identity", **QUIET}
-    plain = flow.skip_costs(model(), tokens(6, 10, 2), paths(), **options)
-    model().add_hook("blocks.1.hook_resid_pre", shift)
-    try:
-        assert pilots._fastest(as_view(model()), tokens(1, 9)) == ("", False)
-        edited = flow.skip_costs(model(), tokens(6, 10, 2), paths(), **options)
-    finally:
-        model().reset_hooks()
-    assert edited.column("kl") != plain.column("kl")

@@ -3,7 +3,6 @@ their floors, and the sphere of a norm with the paths of tokens on it."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
@@ -18,18 +17,12 @@ from torch import Tensor
 
 import tl_geometry as tlg
 from benchmarks.calibration_measures import two_bases
-from tests.lib.models import HAS_HOOKED, hf_model, tiny, tiny_hooked, tokens
-from tests.lib.reference import geometry as reference
 from tl_geometry import decompose_activations, measures, sphere
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.decomposition import PositionContext, resampling
-from tl_geometry.measures import contextual
 from tl_geometry.measures.positional import screenot
-from tl_geometry.measures.state_tables import UNBOUNDED
-from tl_geometry.models import from_hf
 from tl_geometry.models.norms import remove_mean
 from tl_geometry.sphere import paths as formulas
-from tl_geometry.weights import vocabulary
 
 cases = settings(deadline=None, max_examples=15)
 seeds = st.integers(0, 10_000)
@@ -64,9 +57,6 @@ def numbers(table: Any, name: str) -> list[float]:
     return table.df[name].tolist()
 
 
-# ---- ranks
-
-
 def estimate(matrix: Tensor) -> Any:
     return screenot(torch.linalg.svdvals(matrix), (len(matrix), matrix.shape[1]), k=8)
 
@@ -86,62 +76,6 @@ def test_screenot_equals_the_authors_package_and_has_no_scale(
         found = estimate(other)
         assert int(found.rank) == rank
         assert float(found.threshold) / scale == pytest.approx(float(ours.threshold), rel=1e-9)
-
-
-def test_screenot_of_zeros_and_of_too_few_values() -> None:
-    s = torch.stack([torch.zeros(20), torch.linspace(9, 1, 20)]).double()
-    found = screenot(s, (20, 30), k=5)
-    assert (int(found.rank[0]), float(found.threshold[0])) == (0, 0)
-    assert float(found.threshold[1]) > 0
-    for k in (0, 10):
-        with pytest.raises(GeometryError, match=r"k: expected k >= 1 and 2k \+ 1 < 20"):
-            screenot(s, (20, 30), k=k)
-
-
-# ---- position
-
-
-def by_numpy(P: np.ndarray, k: int, frequencies: int) -> dict[str, float]:
-    """Measures of a basis that depend on it alone."""
-    s, axes = np.linalg.svd(P)[1:]
-    _, threshold, rank = adaptiveHardThresholding(P, k, strategy="i")
-    unit = P / np.linalg.norm(P, axis=1, keepdims=True)
-    F = np.asarray(scipy.fft.dctn(unit @ unit.T, norm="ortho"))
-    x, y = (P @ axes[:2].T).T
-    score, place = reference.fracture(P)
-    return {
-        "rank": rank,
-        "threshold": threshold,
-        "stable_rank": (s**2).sum() / s[0] ** 2,
-        "explained": s[:rank].sum() / s.sum(),
-        "explained_energy": (s[:rank] ** 2).sum() / (s**2).sum(),
-        "low_frequency": F.diagonal()[:frequencies].sum() / len(P),
-        "off_diagonal": 1 - (F.diagonal() ** 2).sum() / (F**2).sum(),
-        "smoothness": reference.smoothness(P, 1),
-        "smoothness_2": reference.smoothness(P, 2),
-        "fracture": score,
-        "fracture_at": FIRST + place,
-        "roughness": (np.diff(P, axis=0) ** 2).sum() / (P**2).sum(),
-        "winding": abs(np.unwrap(np.arctan2(y, x))[[0, -1]] @ [-1, 1]) / (2 * math.pi),
-    }
-
-
-def test_every_measure_of_position_in_a_window_by_numpy() -> None:
-    h = states()
-    basis = basis_of(h, window=(FIRST, POSITIONS + FIRST))
-    found = of_position(basis, k=3, frequencies=2, nulls=False)
-    for i in range(2):
-        inside = h[i, :, FIRST:].numpy()
-        P = inside.mean(0) - inside.mean((0, 1))
-        expected = by_numpy(P, 3, 2)
-        expected["relative_norm"] = reference.relative_norm(inside)
-        expected["relative_norm_reference"] = reference.relative_norm(inside, centred=False)
-        for name, value in expected.items():
-            assert abs(found.df[name][i]) == pytest.approx(value, rel=1e-4), name
-        errors = {f"{n}_se" for n in expected if n not in UNBOUNDED}
-        other = {"state", "split_half", "blocks", "draws"}
-        assert set(found.names) == {*expected, *errors, *other}
-    assert (numbers(found, "blocks"), numbers(found, "draws")) == ([4, 4], [0, 0])
 
 
 def stable_rank(pos: Tensor) -> Tensor:
@@ -164,21 +98,6 @@ def test_errors_are_those_without_each_block(sizes: tuple[int, ...] | None) -> N
     expected = ((pseudo - mean).square() / (weight - 1)).mean(0).sqrt()
     assert numbers(found, "stable_rank_se") == pytest.approx(expected.tolist())
     assert numbers(found, "blocks") == [4, 4]
-
-
-def test_the_error_of_the_raw_norm_moves_its_denominator() -> None:
-    size = 1 + 0.6 * gaussian(5, 64)[:, None, None]  # contexts differ along the mean
-    h = states(64)[0] + 10 * gaussian(102, D) * size
-    basis, exact, fixed = basis_of(h), [], []
-    for g in range(8):
-        kept = h[torch.repeat_interleave(basis.group_counts) != g]
-        top = torch.linalg.svdvals(kept.mean(0) - kept.mean((0, 1)))[0]
-        exact.append(top / torch.linalg.svdvals(kept.flatten(0, 1))[0] * len(kept) ** 0.5)
-        fixed.append(top / torch.linalg.svdvals(h.flatten(0, 1))[0] * 8)
-    right, wrong = (7**0.5 * float(torch.stack(x).std(correction=0)) for x in (exact, fixed))
-    (error,) = numbers(of_position(basis), "relative_norm_reference_se")
-    assert error == pytest.approx(right, rel=0.1)
-    assert error > 2 * wrong, "one denominator for all would hide most of it"
 
 
 def test_a_learning_curve_is_that_of_disjoint_blocks_and_ends_at_the_whole() -> None:
@@ -226,71 +145,6 @@ def test_nulls_of_position_have_lost_the_effect_and_keep_their_laws() -> None:
         assert "roughness_shuffled" not in of_position(basis_of(part)).names
 
 
-def test_short_windows_missing_moments_and_few_contexts_are_flagged() -> None:
-    short = of_position(basis_of(gaussian(0, 1, 8, 3, 6), second_moments=False))
-    assert short.df[["rank", "threshold", "relative_norm"]].isna().all(axis=None)
-    assert "rank bound k=0 of 20 (short window)" in short.provenance.flags
-    assert "no second moments: no relative norm" in short.provenance.flags
-    for contexts, known in ((9, False), (10, True)):
-        basis = basis_of(gaussian(0, 1, contexts, 10, 6), groups=4)
-        found = of_position(basis, k=2, nulls=False)
-        assert bool(found.df["stable_rank_se"].notna().all()) is known
-        assert ("fewer than 10 contexts: no errors" in found.provenance.flags) is not known
-    single = of_position(basis_of(gaussian(0, 1, 8, 10, 6), groups=1), k=2)
-    assert not any(name.endswith(("_se", "_noise")) for name in single.names)
-    for report in (of_position, of_context):
-        with pytest.raises(GeometryError, match="with one, position and content cannot be told"):
-            report(basis_of(gaussian(0, 1, 1, 10, 6)))
-
-
-# ---- context
-
-LABELS = torch.arange(CONTEXTS) % 3
-
-
-@cases
-@given(seeds, st.lists(st.integers(0, 3), min_size=4, max_size=9).filter(lambda z: len(set(z)) > 1))
-def test_similarities_equal_all_pairs_and_labels_may_be_large(seed: int, labels: list[int]) -> None:
-    ctx, z = gaussian(seed, len(labels), 4), torch.tensor(labels)
-    found = contextual.cluster_similarity(ctx, 10**9 * z)
-    pairs = [(i, j) for i, j in itertools.permutations(range(len(labels)), 2)]
-    cosines = torch.nn.functional.normalize(ctx, dim=-1)
-    cosines = cosines @ cosines.T
-    same = [float(cosines[i, j]) for i, j in pairs if labels[i] == labels[j]]
-    apart = [float(cosines[i, j]) for i, j in pairs if labels[i] != labels[j]]
-    assert float(found.inter_signed) == pytest.approx(np.mean(apart))
-    if same:
-        assert float(found.intra_signed) == pytest.approx(np.mean(same))
-    with_self = np.mean([*np.abs(same), *[1.0] * len(labels)])
-    assert float(found.intra_reference) == pytest.approx(with_self)
-
-
-def test_the_report_of_context_by_brute_force() -> None:
-    h = states()
-    basis = basis_of(h)
-    found, parts = of_context(basis, LABELS, rank=3), basis.transform(h)
-    frame, points = found.df, LABELS.repeat_interleave(POSITIONS + FIRST)
-    for i in range(2):
-        pos, ctx = parts.pos[i].numpy(), parts.ctx[i].numpy()
-        intra, inter = reference.cluster_similarity(ctx, LABELS.tolist())
-        expected = {"intra": intra, "inter": inter}
-        expected["overlap"] = reference.subspace_overlap(pos, ctx, 3)
-        expected["incoherence_max"], expected["incoherence_avg"], *_ = reference.incoherence(
-            pos, ctx
-        )
-        for name, x in (("cvec", parts.cvec[i]), ("raw", h[i])):
-            flat = x.flatten(0, 1).numpy()
-            expected[f"compactness_{name}"] = reference.compactness(flat, points.tolist())
-        for name, value in expected.items():
-            assert frame[name][i] == pytest.approx(value, rel=1e-6), name
-    assert (frame["compactness_cvec"] >= frame["compactness_raw"]).all()
-    assert (frame["compactness_raw"] > 5 * frame["compactness_raw_shuffled"]).all()
-    assert (frame["intra"] > 1.3 * frame["intra_shuffled"]).all()
-    assert frame["incoherence_rms_random"].tolist() == pytest.approx([D**-0.5] * 2)
-    assert frame["overlap_random"].tolist() == [3 / D] * 2
-    assert found.provenance.flags == ()
-
-
 def test_nulls_of_context_keep_coordinates_or_variance_and_lose_what_is_shared() -> None:
     """Independent pos and ctx that share large coordinates overlap far above random directions, but
     not above their flipped null; a common direction across coordinates stays above both."""
@@ -317,29 +171,6 @@ def test_nulls_of_context_keep_coordinates_or_variance_and_lose_what_is_shared()
     )
     few = of_context(basis_of(noise, keep=9), jackknife=False)
     assert "incoherence_avg_exchanged" not in few.names
-
-
-def test_singular_covariances_and_missing_parts_are_said_not_computed() -> None:
-    plane = states() @ (torch.eye(D).double() - 1 / D)
-    flagged = of_context(basis_of(plane), LABELS, **QUICK)
-    assert flagged.df["compactness_raw"].isna().all()
-    assert any("covariance singular at states [0, 1]" in f for f in flagged.provenance.flags)
-    bare = of_context(basis_of(states(), second_moments=False), LABELS, **QUICK)
-    assert bare.df["compactness_cvec"].isna().all()
-    assert "no second moments: no compactness" in bare.provenance.flags
-    assert not any("singular" in flag for flag in bare.provenance.flags)
-    one = of_context(basis_of(states()), ["a"] * CONTEXTS, **QUICK)
-    assert "intra" not in one.names
-    h = gaussian(4, 2, CONTEXTS, 1, D) + states().mean(1, keepdim=True)
-    t = torch.linspace(0, 1, POSITIONS + FIRST, dtype=torch.float64)
-    h[0] = gaussian(4, CONTEXTS, 1, D) + torch.stack([t, t**2], dim=1) @ gaussian(5, 2, D)
-    two = of_context(basis_of(h), **QUICK)
-    assert "overlap of 2 of 10 directions (some state has no more)" in two.provenance.flags
-    with pytest.raises(GeometryError, match="keep_ctx=True"):
-        of_context(basis_of(states(), keep_ctx=False))
-
-
-# ---- two bases
 
 
 def test_comparison_by_scipy_and_of_a_basis_with_its_rotation() -> None:
@@ -380,9 +211,6 @@ def test_one_population_is_within_the_floors_and_noise_has_none() -> None:
     assert any("not reliable in state 0" in flag for flag in found.provenance.flags)
 
 
-# ---- the sphere
-
-
 @cases
 @given(seeds, st.sampled_from(["LN", "RMS"]), st.sampled_from([0.0, 1e-5, 0.1]))
 def test_a_norm_puts_states_on_a_sphere(seed: int, norm_type: str, eps: float) -> None:
@@ -399,27 +227,6 @@ def test_a_norm_puts_states_on_a_sphere(seed: int, norm_type: str, eps: float) -
         assert np.allclose(g.z @ g.z.T / 8, np.corrcoef(x))
 
 
-def test_vectors_without_a_direction_and_very_long_ones() -> None:
-    rows = torch.tensor([[0.1] * 9, [0.0] * 9]).double()
-    for eps in (0.0, 0.1):
-        g = sphere.norm_geometry(rows, eps=eps)
-        assert g.degenerate.all()
-        assert (g.radius.tolist(), g.deficit.tolist()) == ([0, 0], pytest.approx([3, 3]))
-    far = 1e6 * gaussian(0, 1, 100)
-    deficit = float(sphere.norm_geometry(far, norm_type="RMS").deficit)
-    assert deficit == pytest.approx(10 * 100 * 1e-5 / (2 * float(far.square().sum())), rel=1e-6)
-    closed = torch.tensor([[1.0, 2.0, 4.0], [1.0, 2.5, 4.0], [1.0, 2.0, 4.0]])
-    assert float(sphere.path_geometry(closed).net) == 0
-    assert sphere.path_geometry(closed).tortuosity.isnan()
-    for call, text in (
-        (lambda: sphere.norm_geometry(rows, norm_type="BN"), "norm_type: expected one of 'LN'"),
-        (lambda: sphere.norm_geometry(rows, eps=-1.0), "eps: expected a number of at least 0"),
-        (lambda: sphere.path_geometry(rows[:1]), "points: expected at least two states"),
-    ):
-        with pytest.raises(GeometryError, match=text):
-            call()
-
-
 @cases
 @given(seeds, st.sampled_from(["LN", "RMS"]))
 def test_paths_obey_the_triangle_and_updates_pythagoras(seed: int, norm_type: str) -> None:
@@ -434,70 +241,3 @@ def test_paths_obey_the_triangle_and_updates_pythagoras(seed: int, norm_type: st
     length = torch.linalg.vector_norm(remove_mean(h, norm_type), dim=-1)
     assert torch.allclose(turn, torch.atan2(across, length + radial))
     assert float(formulas.update_split(h, 0.5 * h, norm_type)[2].max()) < 1e-7
-
-
-def on_sphere(view: Any, x: Tensor) -> np.ndarray:
-    return torch.nn.functional.normalize(remove_mean(x.double(), view.norm), dim=-1).numpy()
-
-
-@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
-def test_paths_of_tokens_by_numpy(architecture: str) -> None:
-    view, ids = tlg.view(tiny("bridge", architecture)), tokens(3, 6)
-    basis = tlg.decompose(view, tokens(12, 6, seed=4), progress=False, keep=5)
-    p, fitted = tlg.token_paths(view, ids), tlg.token_paths(view, ids, basis, batch_size=2)
-    names = [f"blocks.{l}.hook_{n}" for l in (0, 1) for n in ("attn_out", "mlp_out")]
-    found = view.activations(ids, [*view.state_hooks, *names])
-    h = torch.stack([found[hook] for hook in view.state_hooks], 2)
-    unit = on_sphere(view, h)
-    for l in (0, 1):  # the MLP turns the stream that attention has added to
-        attention, mlp = (found[f"blocks.{l}.hook_{n}"].double() for n in ("attn_out", "mlp_out"))
-        before = h[:, :, l].double()
-        for u, (state, update) in enumerate(((before, attention), (before + attention, mlp))):
-            for name, x in zip(
-                ("radial", "tangential", "turn"), formulas.update_split(state, update, view.norm)
-            ):
-                assert torch.allclose(getattr(p, name)[u, l], x, atol=1e-5)
-    sampled = (vocabulary.embeddings(view), basis.sample_states)
-    for path, points in zip((p, fitted), sampled, strict=True):
-        assert points is not None
-        fit = on_sphere(view, points.flatten(0, -2))
-        _, s, axes = np.linalg.svd(fit - fit.mean(0), full_matrices=False)
-        signs = np.sign(axes[:3][range(3), np.abs(axes[:3]).argmax(1)])
-        expected = (unit - fit.mean(0)) @ (signs[:, None] * axes[:3]).T
-        assert np.allclose(path.coordinates, expected, atol=1e-5)
-        assert path.shown == pytest.approx((s[:3] ** 2).sum() / (s**2).sum(), rel=1e-5)
-    assert torch.equal(fitted.rank, p.rank)
-    frame: Any = p.to_dataframe()
-    assert len(frame) == 3 * 6 * 3
-    row = frame[(frame.context == 1) & (frame.position == 2) & (frame.state == 1)].iloc[0]
-    assert row["token"] == f"<{int(ids[1, 2])}>"
-    assert row["step"] == pytest.approx(float(p.steps[1, 2, 1]))
-    assert row["turn_mlp"] == pytest.approx(float(p.turn[1, 1, 1, 2]))
-    assert frame[frame.state == 2]["step"].isna().all()
-
-
-def test_what_models_without_such_updates_or_heads_give() -> None:
-    post_norm = tlg.token_paths(tiny("bridge", "bert"), tokens(1, 6))
-    assert bool(post_norm.radial.isnan().all())
-    assert any("no updates" in flag for flag in post_norm.provenance.flags)
-    for dtype in (torch.bfloat16, torch.float64):  # half precision rounds sums at 1 in 256
-        assert (
-            tlg.token_paths(tiny("bridge", "llama", dtype=dtype), tokens(2, 9))
-            .turn.isfinite()
-            .all()
-        )
-    one = tlg.token_paths(from_hf(hf_model("gpt2", n_layer=1), None, name="one"), tokens(2, 5))
-    assert torch.equal(one.steps.sum(-1), one.net)
-    if HAS_HOOKED:
-        bare = tlg.token_paths(tiny_hooked(attn_only=True, normalization_type="LN"), tokens(2, 5))
-        assert bare.radial[0].any()
-        assert not bare.tangential[1].any()
-    text = tlg.token_paths(tlg.zoo.embedded(), "def f(x):\n    return x", prepend_bos=True)
-    assert text.str_tokens[0][0] == "<|endoftext|>"
-    assert text.provenance.has_bos
-    model, ids = tiny("bridge", "gpt2"), tokens(2, 4)
-    other = tlg.decompose(tiny("bridge", "opt"), tokens(8, 6), progress=False)
-    bare = tlg.decompose(model, tokens(8, 6), progress=False, keep=0)
-    for basis, words in ((other, "the model it was computed from"), (bare, "sampled states")):
-        with pytest.raises(GeometryError, match=f"basis: expected {words}"):
-            tlg.token_paths(model, ids, basis)

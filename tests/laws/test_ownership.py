@@ -4,7 +4,6 @@ a pass runs, and files."""
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -16,11 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import tl_geometry as tlg
-from tests.lib.models import tiny, tokens
 from tl_geometry import GeometryError
 from tl_geometry.interventions import edge, surrogate, term
 from tl_geometry.interventions import heads as knockout
-from tl_geometry.interventions import planes as without_planes
 
 Tokens = tlg.TokenWindows
 
@@ -38,9 +35,6 @@ def windows(model: Any) -> Tokens:
 @pytest.fixture(scope="module")
 def basis(model: Any, windows: Tokens) -> tlg.PositionContext:
     return tlg.decompose(model, windows, progress=False)
-
-
-# --- Tensors that the caller goes on writing into ---------------------------------------------
 
 
 def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
@@ -99,27 +93,18 @@ def _results(
     return {
         "windows": call(lambda t, n: Tokens(tokens=t, labels=n, has_bos=True), ids, labels),
         "decompose": call(lambda t, n: tlg.decompose(model, t, labels=n, **quiet), ids, labels),
-        "decompose arrays": call(
-            lambda t, n: tlg.decompose(model, t, labels=n, **quiet), ids.numpy(), labels.numpy()
-        ),
         "activations": call(
             lambda t, n: tlg.decompose_activations(t, labels=n), states, torch.arange(8)
-        ),
-        "one batch of activations": call(
-            lambda t: tlg.decompose_activations(t, batch_size=1, keep=8), states
         ),
         "transform": call(lambda t: tlg.decompose_activations(states).transform(t), states),
         "trajectories": call(
             lambda t, n: tlg.trajectories(model, t, labels=n, **quiet), ids, labels
         ),
         "split of own parts": call(split, prompt, h * 0.25, h * 0.75),
-        "split": call(lambda t: tlg.split_scores(model, t, basis, heads="L1H0"), prompt),
         "split values": call(lambda t: tlg.split_values(model, t, basis, heads="L1H0"), prompt),
         "sweep": call(lambda t: tlg.sweep_heads(model, t, basis, **quiet), ids),
-        "writers": call(lambda t: tlg.sweep_heads(model, t, parts="writers", **quiet), ids),
         "composition": call(lambda t: tlg.composition(model, t, **quiet), ids),
         "trace logit": call(lambda t: tlg.trace_logit(model, t, 5, position=3), prompt[:1]),
-        "token paths": call(lambda t: tlg.token_paths(model, t), prompt[:1]),
         "dictionary": call(
             lambda *given: tlg.circuits.dictionary(given, 1),
             torch.ones(2, 3, 4) / 2,
@@ -129,9 +114,8 @@ def _results(
     }
 
 
-NAMES = ["windows", "decompose", "decompose arrays", "activations", "one batch of activations"]
-NAMES += ["transform", "trajectories", "split of own parts", "split", "split values", "sweep"]
-NAMES += ["writers", "composition", "trace logit", "token paths", "dictionary"]
+NAMES = ["windows", "decompose", "activations", "transform", "trajectories", "split of own parts"]
+NAMES += ["split values", "sweep", "composition", "trace logit", "dictionary"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -180,21 +164,6 @@ def test_an_edit_is_of_what_was_given_when_it_was_made(
     assert not torch.equal(edited(overwrite=False), model(windows.tokens[:2]))
 
 
-@torch.no_grad()
-def test_planes_are_those_that_were_given_when_the_edit_was_made() -> None:
-    rotary, ids = tiny("bridge", "llama"), tokens()
-    planes, heads = [0], ["L1H0"]
-    edit = without_planes(rotary, planes, heads)
-    with edit:
-        before = rotary(ids)
-    planes.append(1)
-    heads.append("L1H1")
-    with edit:
-        assert torch.equal(rotary(ids), before)
-    with without_planes(rotary, planes, heads):
-        assert not torch.equal(rotary(ids), before)
-
-
 def test_a_file_that_is_written_over_leaves_what_was_read(
     basis: tlg.PositionContext, tmp_path: Path
 ) -> None:
@@ -206,9 +175,6 @@ def test_a_file_that_is_written_over_leaves_what_was_read(
     before, after = ([*_tensors([vars(x)[n] for n in names], set())] for x in (basis, loaded))
     assert len(before) == len(after) > 3
     assert all(map(torch.equal, before, after))
-
-
-# --- Weights that change while a pass runs ----------------------------------------------------
 
 
 def _while_training(model: Any, rows: Tensor) -> Iterator[Tensor]:
@@ -237,43 +203,3 @@ def test_weights_that_change_during_a_pass_are_refused(
     call(own, iter(windows.tokens.split(3)), basis)
     with pytest.raises(GeometryError, match="changed during the pass"):
         call(own, _while_training(own, windows.tokens), basis)
-
-
-def test_weights_that_are_processed_after_a_basis_are_another_model(
-    windows: Tokens, basis: tlg.PositionContext
-) -> None:
-    own = tlg.zoo.embedded()
-    tlg.split_scores(own, windows[:2], basis, heads="L1H0")
-    own.process_weights(fold_ln=True)
-    with pytest.raises(GeometryError, match="the model it was computed from"):
-        tlg.split_scores(own, windows[:2], basis, heads="L1H0")
-
-
-# --- Files and tables -------------------------------------------------------------------------
-
-
-def test_equal_runs_are_equal_files(model: Any, windows: Tokens, tmp_path: Path) -> None:
-    digests = set()
-    for i in range(4):
-        made = tlg.decompose(model, windows, progress=False)
-        digests.add(hashlib.sha256(made.save(tmp_path / str(i)).read_bytes()).hexdigest())
-    assert len(digests) == 1
-    other = tlg.decompose(model, windows, seed=1, progress=False)
-    assert hashlib.sha256(other.save(tmp_path / "5").read_bytes()).hexdigest() not in digests
-
-
-def test_a_link_goes_on_leading_to_its_file(basis: tlg.PositionContext, tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    target, link = tmp_path / "data" / "real.safetensors", tmp_path / "link.safetensors"
-    link.symlink_to(target)
-    for save in (basis.save, basis.anova().save):
-        save(link)
-        assert link.is_symlink()
-        assert target.is_file()
-    assert not list(tmp_path.rglob("*.part"))
-
-
-def test_a_name_as_long_as_a_name_can_be(basis: tlg.PositionContext, tmp_path: Path) -> None:
-    assert tlg.PositionContext.load(basis.save(tmp_path / ("a" * 255))).contexts == 10
-    with pytest.raises(GeometryError, match="File name too long"):
-        basis.save(tmp_path / ("a" * 256))

@@ -120,9 +120,6 @@ def number(table: Any, cell: str, name: str = "table 1", what: str = "ours") -> 
     return value
 
 
-# ---- Song & Zhong
-
-
 @pytest.mark.parametrize(
     "quirks",
     [PUBLISHED, (), ("overlap",), ("raw_denominator",), (*PUBLISHED, "final_norm"), None],
@@ -215,7 +212,7 @@ def test_published_tables_agree_with_each_other_except_where_in_doubt() -> None:
             assert abs(other[0] - printed[0]) <= 0.006 or (row, name) in doubts, (row, name)
 
 
-def test_verdicts(tmp_path: Path) -> None:
+def test_verdicts() -> None:
     model = bridge("gpt2")
     found = papers.song_zhong(model, IDS, row="GPT-2 OWT", **SMALL)
     cells = {(row[0], row[1]): row[2:] for row in found.rows()}
@@ -229,11 +226,6 @@ def test_verdicts(tmp_path: Path) -> None:
     assert set(verdicts) <= {"agrees", "differs", "not judged"}
     assert {"published row GPT-2 OWT", "overlapping windows"} <= set(found.provenance.flags)
     assert (found.provenance.preset, found.provenance.seed) == ("reference", SEED)
-    alone = papers.song_zhong(model, IDS, **SMALL, seed=5)
-    assert set(alone.column("verdict")) == {"no published row"}
-    assert alone.provenance.seed == 5
-    other = papers.song_zhong(model, IDS, row="BERT OWT", **SMALL)
-    assert {"another model", "not judged"} <= set(other.column("verdict"))
     documents = [IDS[:40], IDS[50:90]]
     notebook = papers.song_zhong(model, IDS, topics=documents, row="GPT-2 GitHub", **SMALL)
     # one from the notebook, one from Table 2, one that nobody printed
@@ -243,29 +235,6 @@ def test_verdicts(tmp_path: Path) -> None:
     llama = papers.song_zhong(bridge("Llama-2-7b-hf"), IDS, row="Llama-2 GitHub", **SMALL)
     (doubt,) = llama.column("verdict", cell="rank sd")
     assert doubt == "doubtful: Table 3 has a deviation of 1.07"
-    loaded = type(found).load(found.save(tmp_path / "r.safetensors"))
-    assert loaded.text() == found.text()
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"row": "GPT-3 OWT"}, "row: expected one of .*GPT-2 OWT"),
-        ({"quirks": ["uint8"]}, "quirks: expected one of uint16"),
-        ({"windows": 3}, "sizes: expected one of length, contexts"),
-        ({"corpus": IDS[:20]}, "at least 25 tokens"),
-        ({"corpus": IDS[:50], "quirks": ()}, "at least 48 tokens"),
-        ({"corpus": IDS.view(2, -1)}, r"integer ids \[position\]"),
-        ({"topics": [IDS[:11]]}, "at least 12 tokens each, got 11"),
-    ],
-)
-def test_what_cannot_be_run_is_refused(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(GeometryError, match=says):
-        given: dict[str, Any] = {"corpus": IDS, **SMALL, **options}
-        papers.song_zhong(bridge(), **given)
-
-
-# ---- Sarfati et al., Molina
 
 
 @pytest.mark.slow
@@ -283,15 +252,6 @@ def test_lines_of_thought_stand_beside_the_published_range() -> None:
             said == "not measured" and math.isnan(ours)
         )
     assert found.column("published_low", quantity="lambda") == [0.18]
-    alone = papers.sarfati(model, text, **options)
-    assert set(alone.column("verdict")) == {"not published"}
-    assert str(alone.column("ours")) == str(found.column("ours"))
-    options["n"] = 70
-    llama = papers.sarfati(model, text, published_as="Llama-2-7b", **options)
-    assert "2 of the 7 outlying chunks" not in str(llama.provenance.flags)
-    assert "of the 7 outlying chunks of the paper left out" in str(llama.provenance.flags)
-    with pytest.raises(GeometryError, match="at least 32 chunks, got 31"):
-        papers.sarfati(model, text, n=31, length=8, progress=False)
 
 
 def test_traveling_words_are_the_readouts_themselves() -> None:
@@ -309,9 +269,6 @@ def test_traveling_words_are_the_readouts_themselves() -> None:
     whys = {str(r[0]): str(r[-1]) for r in refused.rows() if r[1] == -1}
     assert set(whys) == {"bias", "noun"}
     assert all(why.startswith("refused: ") and "QK-norm" in why for why in whys.values())
-
-
-# ---- published splits
 
 
 def test_published_splits_by_hand_and_how_far_they_miss() -> None:
@@ -342,9 +299,6 @@ def test_published_splits_by_hand_and_how_far_they_miss() -> None:
         papers.published_split(model, ids, basis, 1, form="exact")
     with pytest.raises(GeometryError, match="at least 16 positions, got 12"):
         papers.published_split(model, drawn((1, 16), 4, 60), basis, 1)
-
-
-# ---- Theorem 2
 
 
 def random_parts(seed: int, n: int = 5, d: int = 7) -> tuple[Tensor, Tensor, dict[Any, Tensor]]:
@@ -396,9 +350,6 @@ def test_theorem_two_is_sharp_and_exact_without_incoherence() -> None:
         papers.factorisation_gap(2 * c, t, {})
     with pytest.raises(GeometryError, match="pairs of 'content' and 'position'"):
         papers.factorisation_gap(c, t, {("content", "ctx"): torch.ones(1, 1)})
-
-
-# ---- Theorem 1
 
 
 def centred(seed: int, *shape: int) -> Tensor:
@@ -478,18 +429,6 @@ def test_the_constant_8k_is_false_even_with_the_right_vectors() -> None:
         assert lhs <= 6 / mpmath.mpf(4 * k) ** m * delta
 
 
-def test_theorem_one_refuses_what_it_does_not_cover() -> None:
-    with pytest.raises(GeometryError, match=r"rows that sum to zero.*pos - pos\.mean"):
-        papers.theorem1(torch.ones(5, 2), 2, 1)
-    with pytest.raises(GeometryError, match="1 to 5 frequencies, got 6"):
-        papers.theorem1(centred(0, 5, 2), 6, 1)
-    with pytest.raises(GeometryError, match="1 or more differences"):
-        papers.theorem1(centred(0, 5, 2), 2, 0)
-
-
-# ---- the zoo
-
-
 def pattern_scores(trained: bool, period: int) -> tuple[dict[str, float], Tensor]:
     """Best score of each head type on repeated random tokens, and the loss of each token."""
     model = zoo.embedded(trained=trained)
@@ -510,36 +449,6 @@ def test_the_embedded_model_has_induction_and_its_control_has_not(period: int) -
     best, losses = pattern_scores(False, period)
     assert max(best.values()) < 0.2
     assert abs(losses[:, period:].mean() - losses[:, :period].mean()) < 0.5
-
-
-def test_the_tokenizer_is_lossless_and_begins_with_bos() -> None:
-    text = "def f(x):\n    return 'é' + \"\\t\" * x  # \U0001f600\n"
-    ids = zoo.embedded().tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert zoo.embedded().tokenizer.decode(ids) == text
-    assert zoo.embedded().tokenizer.bos_token_id == 0
-
-
-@pytest.mark.nightly
-def test_default_windows_are_those_of_the_held_out_modules() -> None:
-    documents, view = zoo.corpus.held_out_documents(), tlg.view(zoo.embedded())
-    assert not set(documents.missing) & set(documents.names)
-    assert ("held-out modules" in documents.note) == bool(documents.missing or documents.changed)
-    options: dict[str, Any] = {"n": 20, "seed": 3}
-    found = zoo.default_windows(view, 24, **options)
-    names: dict[str, Any] = {"labels": documents.names, "prepend_bos": True}
-    wanted = tlg.windows(view, documents.texts, 24, **names, **options)
-    assert torch.equal(found.tokens, wanted.tokens)
-    assert found.has_bos
-    assert found.corpus == "held-out stdlib"
-    assert not zoo.default_windows(view, 24, prepend_bos=False, **options).has_bos
-
-
-def test_the_embedded_model_and_its_control_are_told_apart() -> None:
-    for trained, ending in ((True, ""), (False, "-untrained")):
-        view = tlg.view(zoo.embedded(trained=trained))
-        assert view.name == f"tl-geometry-embedded{ending}"
-        assert not view.processed
-    assert tlg.view(zoo.embedded(processed=True)).processed
 
 
 @pytest.mark.smollm2

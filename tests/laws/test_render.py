@@ -31,7 +31,6 @@ from tests.browser import (
 from tests.lib.data import Provenance
 from tests.lib.worlds import world
 from tl_geometry import GeometryError, Table, render
-from tl_geometry.render import figure
 from tl_geometry.render.split_view import groups_of
 from tl_geometry.scores import ScoreSplit
 from tl_geometry.scores.planes import HeadPlanes
@@ -118,9 +117,6 @@ PAGES = ("split", "heads", "graph", "tokens", "attention", "induction")
 each_page = pytest.mark.parametrize("name", PAGES)
 
 
-# ---- what pages add up to
-
-
 def test_the_panels_of_a_split_add_up_and_constants_stand_apart() -> None:
     split = synthetic(2, 9)
     part = payload(render.split(split))["parts"][0]
@@ -134,13 +130,6 @@ def test_the_panels_of_a_split_add_up_and_constants_stand_apart() -> None:
     np.testing.assert_allclose(values[:, 4][allowed], wanted[allowed], atol=1e-2)
     for group, terms in groups_of(list(split.terms)).items():
         assert all(("pos" in term) == (group in ("position", "mixed")) for term in terms)
-
-
-def test_centred_panels_have_rows_of_mean_zero() -> None:
-    values = unpacked(payload(render.split(synthetic(1, 9), centered=True))["parts"][0])
-    raw = unpacked(payload(render.split(synthetic(1, 9)))["parts"][0])
-    assert abs(np.nanmean(values[:, :-1], -1)).max() < 1e-2
-    assert abs(np.nanmean(raw[:, :-1], -1)).max() > 0.1
 
 
 @pytest.mark.parametrize("between", [False, True])
@@ -157,13 +146,6 @@ def test_the_lists_of_a_graph_add_up(between: bool) -> None:
     assert abs(sums.iloc[0] - nodes["value"][1]) > 1e-3 * scale  # not of any other node
 
 
-def test_a_page_of_a_graph_says_what_wrote_most() -> None:
-    nodes = graph().nodes
-    best = nodes[nodes["kind"] == "head"].iloc[0]
-    title = render.graph_page(graph()).title
-    assert title.startswith(f"{best['component']} at {best['position']} wrote ")
-
-
 def test_too_large_a_page_is_refused_and_a_part_of_it_is_not() -> None:
     split = synthetic(48, 128)
     with pytest.raises(GeometryError, match="heads=") as refused:
@@ -172,24 +154,12 @@ def test_too_large_a_page_is_refused_and_a_part_of_it_is_not() -> None:
     assert len(render.split(split, heads=split.heads[:4]).page) < 5_000_000
 
 
-# ---- pages by themselves
-
-
 @each_page
 def test_where_frames_are_forbidden_a_sentence_stands(name: str) -> None:
     left = without_frames(page(name).html())
     assert "trusted notebook" in left
     assert "<script" not in left
     assert 'sandbox="allow-scripts"' in page(name).html()
-
-
-def test_one_script_makes_all_pages() -> None:
-    scripts = {page(name).scripts[0] for name in ("split", "heads", "graph", "tokens")}
-    assert len(scripts) == 1
-    assert scripts <= set(page("attention").scripts)
-    policy = re.search(r"script-src ([^\"]*)\"", page("split").page)
-    assert policy
-    assert policy[1] == scripts.pop()
 
 
 @nightly
@@ -260,22 +230,8 @@ def test_a_click_on_an_edge_goes_to_its_node(browser: Browser, tmp_path: Path) -
         tab.assert_harmless()
 
 
-# ---- figures
-
-
 def anova() -> Any:
     return tlg.decompose_activations(torch.randn(4, 12, 16, 8)).anova()
-
-
-def test_a_figure_is_drawn_into_the_users_axes() -> None:
-    from matplotlib.figure import Figure
-
-    axis = Figure().subplots()
-    view = render.variance_shares(anova(), ax=axis)
-    assert view.figure is axis.figure
-    assert len(axis.lines) == 3
-    with pytest.raises(GeometryError, match="panel"):
-        render.variance_shares(anova(), control=anova(), ax=axis)
 
 
 def test_a_figure_is_the_same_in_every_form_and_run(tmp_path: Path) -> None:
@@ -286,23 +242,6 @@ def test_a_figure_is_the_same_in_every_form_and_run(tmp_path: Path) -> None:
         assert first.save(tmp_path / f"x.{form}").read_bytes().startswith(starts)
     assert "prefers-color-scheme:dark" in first.html()
     assert b"position" in first.svg()  # text stays text
-
-
-def test_a_table_of_ones_own_is_drawn_like_a_result() -> None:
-    table = anova()
-    mine = render.variance_shares(table.to_dataframe())
-    assert mine.title == render.variance_shares(table).title
-    assert mine.source == ""
-    with pytest.raises(GeometryError, match="ctx"):
-        render.variance_shares(table.to_dataframe().drop(columns="ctx"))
-
-
-def test_parts_have_one_colour_each() -> None:
-    named = ("position", "content", "token", "mixed", "resid", "constants")
-    assert len({figure.PARTS[name] for name in named}) == len(named)
-    assert figure.PARTS["pos"] == figure.PARTS["position"]
-    signs = {figure.POSITIVE, figure.NEGATIVE}
-    assert not signs & set(figure.PARTS.values())
 
 
 def test_plot_finds_the_view_of_a_result() -> None:

@@ -9,22 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import tl_geometry as tlg
+from tests.lib.data import refused
 from tests.lib.kinds import far
-from tests.lib.models import ARCHITECTURES, ENCODERS, loadable, tiny, tokens
+from tests.lib.models import loadable, tiny, tokens
 from tl_geometry import scores
 
 QUIET: dict[str, Any] = {"progress": False}
 IDS = tokens(2, 14, seed=7)
-STREAM = (("pos", "cvec"), ("pos", "ctx", "resid"))
-
-
-def refused(call: Any, kind: type[Exception] = tlg.GeometryError) -> Any:
-    with pytest.raises(kind) as caught:
-        call()
-    return caught.value
 
 
 @cache
@@ -36,77 +29,6 @@ def basis_of(architecture: str, normed: bool = False, way: tuple[str, bool] | No
 def _way(architecture: str, way: tuple[str, bool] | None = None) -> tuple[str, str, bool]:
     model_class, processed = way or loadable(architecture)[0]
     return model_class, architecture, processed
-
-
-def patterns(model: Any, ids: Tensor) -> Tensor:
-    """The model's own patterns, the heads of all layers one after the other."""
-    with torch.no_grad():
-        cache = model.run_with_cache(ids)[1]
-    layers = range(model.cfg.n_layers)
-    return torch.cat([cache[f"blocks.{l}.attn.hook_pattern"] for l in layers], 1)
-
-
-# ---- the terms add up
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_the_terms_sum_to_the_scores_of_the_model(architecture: str) -> None:
-    """In every class and loading, for raw and normalised bases; the pattern that they make is the
-    model's own. Guards: scores are large, terms differ, nothing is vacuous."""
-    for way in loadable(architecture):
-        model = tiny(*_way(architecture, way))
-        own = patterns(model, IDS)
-        for normed, parts in ((False, STREAM[0]), (True, STREAM[1])):
-            split = tlg.split_scores(model, IDS, basis_of(architecture, normed, way), parts=parts)
-            assert split.parts == ("bias", *parts)
-            assert split.reconstruction.worst < 0.5
-            assert split.reconstruction.scale > 10
-            terms = torch.stack([x.double() for x in split.terms.values()])
-            total = split.total()
-            inside = split.allowed.expand_as(total)
-            bound = 32 * 2**-24 * split.reconstruction.scale
-            assert float((terms.sum(0) - total)[inside].abs().max()) <= bound
-            assert bool(total[~inside].isneginf().all())
-            assert float((split.pattern() - own).abs().max()) <= 2 * bound
-            sizes = terms[:, inside].abs().amax(1)
-            assert int((sizes > 0.1).sum()) >= 3, "several terms matter"
-            assert (split.sinks.isfinite().any()) == (architecture == "gpt-oss")
-            assert bool((split.allowed.sum(-1)[:, 0] > 1).all()) == (architecture in ENCODERS)
-
-
-def test_writers_of_several_layers_have_one_set_of_names() -> None:
-    """Those of the last layer; what has not written yet is zero."""
-    model = tiny("bridge", "gpt2")
-    split = tlg.split_scores(model, IDS, parts="writers")
-    assert split.parts[:4] == ("bias", "embed", "pos_embed", "constants")
-    late, early = split.parts.index("L0H1"), slice(0, 4)
-    assert float(split.q[late, :, :, early].abs().max()) == 0.0
-    assert float(split.q[late, :, :, 4:].abs().max()) > 0.1
-    with_bos = torch.cat([torch.zeros(2, 1, dtype=torch.int64), IDS[:, 1:]], 1)
-    named = tiny("bridge", "gpt2", text=True)
-    splits = [tlg.split_scores(named, x, parts="blocks") for x in (IDS, with_bos)]
-    starts = [(split.provenance.window or (None,))[0] for split in splits]
-    assert starts == [0, 1], "without a basis a BOS token is left out"
-
-
-def test_parts_of_the_callers_own() -> None:
-    """For each layer, or for one; what they must not be is in the table of refusals."""
-    model = tiny("bridge", "llama")
-    with torch.no_grad():
-        cache = model.run_with_cache(IDS)[1]
-    stream = torch.stack([cache[f"blocks.{l}.hook_resid_pre"] for l in range(2)])
-    parts = {"first": 0.25 * stream, "rest": 0.75 * stream}
-    split = tlg.split_scores(model, IDS, parts=parts)
-    assert (split.parts, split.shares().groups) == (("bias", "first", "rest"), ())
-    one = tlg.split_scores(model, IDS, parts={n: x[1] for n, x in parts.items()}, layers=1)
-    assert torch.equal(one.q, split.q[..., 4:, :])
-    for wrong in (
-        {"a-b": stream},
-        {"all": torch.cat([stream, stream])},
-        {"all": stream * torch.nan},
-    ):
-        refused(lambda wrong=wrong: tlg.split_scores(model, IDS, parts=wrong))
-    refused(lambda: tlg.split_scores(model, IDS, parts=parts, memory_budget=1000), tlg.BudgetError)
 
 
 @pytest.mark.once
@@ -128,54 +50,6 @@ def test_parts_too_large_for_their_rounding() -> None:
     refused(lambda: call(1e6))  # they sum to the stream only as far as float32 goes
     assert not any("rounding" in flag for flag in flags[1.0])
     assert any("rounding" in flag for flag in flags[1e2])
-
-
-# ---- other ways in
-
-
-@pytest.mark.once
-def test_every_spelling_of_tokens_and_heads() -> None:
-    model = tiny("bridge", "gpt2", text=True)
-    text = "w7 w9 w11 w5 w8"
-    ids = model.to_tokens(text, prepend_bos=False)
-    fitted = tlg.decompose(model, tokens(16, 16, seed=2), **QUIET)
-    one = tlg.split_scores(model, ids, fitted, heads="L1H2")
-    for given in (ids.tolist(), ids.numpy()):
-        assert torch.equal(tlg.split_scores(model, given, fitted, heads=(1, 2)).q, one.q)
-    found = tlg.split_scores(model, text, fitted, heads=["1.2"], prepend_bos=False)
-    assert torch.equal(found.q, one.q)
-    assert one.str_tokens == ("w7", "w9", "w11", "w5", "w8")
-    several = tlg.split_scores(model, ids, fitted, heads=["L1H2", "L0H3", "L1H0"])
-    assert several.heads == ((1, 2), (0, 3), (1, 0))
-    assert torch.equal(several.q[..., 0, :], one.q[..., 0, :])
-    for wrong in ("L2H0", "L0H4", [], "head"):
-        refused(lambda wrong=wrong: tlg.split_scores(model, ids, fitted, heads=wrong))
-
-
-@pytest.mark.once
-def test_terms_are_taken_under_every_name_that_is_shown() -> None:
-    llama, gpt2 = basis_of("llama"), basis_of("gpt2")
-    shown = {}
-    for kind, fitted in (("llama", llama), ("gpt2", gpt2), ("llama", basis_of("llama", True))):
-        split = tlg.split_scores(tiny("bridge", kind), IDS, fitted, heads="L0H1")
-        shown[kind, fitted.provenance.normalized] = split.bias_label
-        expected = split.term("bias", "bias")
-        for name in (("bias", "bias"), "bias-bias", split.bias_label):
-            assert torch.equal(split.terms[name], expected)
-        table = split.shares()
-        assert split.bias_label in repr(table)
-        assert "bias-bias" in table.to_dataframe().term.tolist()
-        refused(lambda split=split: split.terms["pos-cvecs"])
-    assert shown == {
-        ("llama", False): "mean-mean",
-        ("gpt2", False): "bias-bias",
-        ("llama", True): "relative position",
-    }
-    qwen3 = tlg.split_scores(tiny("bridge", "qwen3"), IDS, basis_of("qwen3", True), heads="L0H1")
-    assert qwen3.bias_label == "mean-mean", "the scale of a QK-norm varies by token"
-
-
-# ---- rotary planes
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gptj", "neox", "llama-yarn", "gemma3", "gpt2"])

@@ -14,11 +14,10 @@ import tl_geometry as tlg
 from tests.lib import kinds
 from tests.lib.dense import marginals
 from tests.lib.double import InDouble, exact
-from tests.lib.models import HAS_HOOKED, D, loadable, tiny, tiny_hooked, tokens
+from tests.lib.models import HAS_HOOKED, D, tiny, tiny_hooked, tokens
 from tests.lib.reference import scores as reference
 
 PROMPTS, MANY = tokens(batch=4, length=14, seed=7), tokens(batch=16, length=12, seed=3)
-SIDES = ("query", "key", "value")
 QUIET: dict[str, Any] = {"progress": False}
 
 
@@ -32,15 +31,6 @@ def composed(model: Any, prompts: Tensor = PROMPTS, **options: Any) -> Any:
 
 def far(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().max())
-
-
-def refused(call: Any, kind: type[Exception] = tlg.GeometryError) -> Any:
-    with pytest.raises(kind) as caught:
-        call()
-    return caught.value.what  # pyright: ignore[reportAttributeAccessIssue]
-
-
-# ---- shares by writer
 
 
 @pytest.mark.parametrize("grain", ["writers", "blocks"])
@@ -64,53 +54,6 @@ def test_shares_are_those_of_the_explicit_decoder(kind: str, grain: str) -> None
                         assert own == pytest.approx(value, rel=1e-8, abs=1e-9), (name, side)
 
 
-@pytest.mark.parametrize("architecture", ["gpt2", "bloom", "neox", "qwen3", "gemma2", "gpt-oss"])
-def test_sweep_and_composition_are_marginals_of_the_split(architecture: str) -> None:
-    """In every class and loading, raw and folded weights with the same writers."""
-    found: list[Any] = []
-    for kind, processed in loadable(architecture):
-        model = tiny(kind, architecture, processed)
-        summed = marginals(tlg.split_scores(model, PROMPTS, layers=1, parts="writers").shares())
-        sweep, table = swept(model, layers=1), composed(model, heads=["L1H2", "L1H0"])
-        assert sweep.parts == summed.parts
-        assert table.heads == ((1, 2), (1, 0))
-        width = len(table.parts)
-        for name in ("cs", "gs"):
-            ours, theirs = getattr(sweep, name), getattr(summed, name)
-            assert far(ours, theirs) < 2e-4
-            assert far(getattr(table, name)[:, :2], theirs[[2, 0], :, :width]) < 2e-4
-            assert far(ours.sum(-1), torch.ones(())) < 1e-3
-        assert float(sweep.cs.abs().max()) > 0.1
-        assert far(table.cs[:, 2].sum(-1), torch.ones(())) < 1e-3
-        assert bool(table.gs[:, 2].isnan().all())
-        found.append(sweep)
-    assert all(far(one.cs, found[0].cs) < 5e-5 for one in found)
-
-
-def test_steps_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A large model's writes are formed a few positions at a time, and not kept."""
-    model, names = tiny("bridge", "gemma2", dtype=torch.float64), ("cs", "gs", "other_gs", "cosine")
-    whole, sweep = composed(model, drop=3), swept(model)
-    for size in (1, 2**17):
-        monkeypatch.setattr("tl_geometry.circuits.head_readers.WORKING_SET", size)
-        parts = composed(model, drop=3)
-        for name in names:
-            here, there = getattr(parts, name), getattr(whole, name)
-            assert torch.allclose(here, there, rtol=1e-9, atol=1e-9, equal_nan=True), name
-        assert far(swept(model).cs, sweep.cs) < 1e-9
-
-
-def test_batches_do_not_matter_and_dropped_positions_are_those_of_the_basis() -> None:
-    model = tiny("bridge", "gpt2", dtype=torch.float64)
-    assert far(swept(model).cs, swept(model, batch_size=1).cs) < 1e-9
-    basis = tlg.decompose(model, tokens(24, 14, seed=2), window=(3, 14), **QUIET)
-    sweep = swept(model, basis=basis)
-    summed = marginals(tlg.split_scores(model, PROMPTS, basis, parts="writers").shares())
-    assert sweep.drop == 3
-    assert far(sweep.cs, summed.cs) < 1e-9
-    assert far(sweep.cs, swept(model).cs) > 0.01
-
-
 @pytest.mark.parametrize("architecture", ["gpt2", "llama"])
 @pytest.mark.parametrize("queries", [None, [4, 13]], ids=["all", "chosen"])
 def test_the_value_side_is_the_covariance_of_the_output(
@@ -126,33 +69,6 @@ def test_the_value_side_is_the_covariance_of_the_output(
     expected = (out * total).sum((1, 2, 4)) / total.square().sum((0, 1, 3))
     assert far(table.cs[:, 2, 1:], expected.mT) < 1e-4
     assert queries is None or far(table.cs, composed(model, layers=1).cs) > 1e-2
-
-
-@pytest.mark.parametrize("architecture", ["gpt2", "gemma2"])
-def test_chosen_queries_are_rows_of_the_split(architecture: str) -> None:
-    model, queries = tiny(loadable(architecture)[0][0], architecture), [5, 9, 13]
-    table = composed(model, heads=["L1H2", "L1H0"], queries=[5, 9, -1], drop=2)
-    assert table.queries == (5, 9, 13)
-    split = tlg.split_scores(model, PROMPTS, heads=table.heads, parts="writers")
-    allowed = split.allowed[0][queries, 2:]
-    n_keys, cap = allowed.sum(-1, keepdim=True), float(split.softcap[0])
-    total = torch.where(allowed, split.total()[..., queries, 2:].double(), 0.0)
-    p = (cap * torch.tanh(total / cap) if cap < torch.inf else total).masked_fill(~allowed, -1e30)
-    centred = torch.where(allowed, total - total.sum(-1, keepdim=True) / n_keys, 0.0)
-    for weight, shares in ((centred, table.cs), (p.softmax(-1) - allowed / n_keys, table.gs)):
-        for part, name in enumerate(split.parts):
-            for side in (0, 1):
-                q, k = (
-                    x[part] if side == n else x.sum(0) for n, x in enumerate((split.q, split.k))
-                )
-                term = torch.einsum("bihe,bjhe->bhij", q, k)[..., queries, 2:].double()
-                expected = (weight * term).sum((0, 2, 3)) / (weight * centred).sum((0, 2, 3))
-                assert far(shares[:, side, table.parts.index(name)], expected) < 2e-4
-    pooled, named = composed(model, drop=1), composed(model, queries=range(1, 14), drop=1)
-    assert far(pooled.other_cs.nan_to_num(), named.other_cs.nan_to_num()) < 1e-5
-
-
-# ---- nulls and intervals
 
 
 @torch.no_grad()
@@ -244,30 +160,3 @@ def test_intervals_are_a_jackknife_over_groups_of_prompts(architecture: str) -> 
         assert torch.allclose(low, value - reach, atol=1e-4, equal_nan=True)
         assert torch.allclose(high, value + reach, atol=1e-4, equal_nan=True)
         assert float(error[:, :2].max()) > 1e-3  # the prompts differ
-
-
-# ---- the table, and what is refused
-
-
-def test_rows_have_the_strongest_writers_of_a_side_first() -> None:
-    table = composed(tiny("bridge", "gpt2"), heads=["L1H2", "L0H1", "L1H0"])
-    assert table.heads == ((1, 2), (0, 1), (1, 0))  # in the order asked for
-    rows = table.to_dataframe()
-    assert len(rows) == 3 * (len(table.parts) + len(table.parts) + 4)
-    assert not (rows["part"].str.startswith("L1") | (rows["part"] == "mlp1")).any()
-    for (layer, head, side), of_side in rows.groupby(["layer", "head", "side"], sort=False):
-        at = table.heads.index((layer, head)), SIDES.index(side)
-        values = dict(zip(table.parts, table.cs[at].tolist()))
-        assert of_side["cs"].tolist() == [values[part] for part in of_side["part"]]
-        assert of_side["cs"].abs().is_monotonic_decreasing
-
-
-def test_prompts_and_positions_that_leave_nothing_are_refused() -> None:
-    model = tiny("bridge", "gpt2")
-    assert composed(model, PROMPTS[:2], batch_size=2).drop == 0
-    assert refused(lambda: composed(model, batch_size=1)) == "tokens"
-    assert composed(model, queries=3, drop=3).queries == (3,)
-    assert refused(lambda: composed(model, queries=2, drop=3)) == "queries"
-    assert refused(lambda: composed(model, queries="end")) == "position"
-    assert composed(model, drop=12).drop == 12
-    assert refused(lambda: composed(model, drop=13)) == "drop"

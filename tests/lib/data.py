@@ -3,12 +3,29 @@ that a test asks for; and what a planted result says of where it comes from."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor
 
+from tl_geometry import GeometryError
 from tl_geometry.base.results import Provenance
 
-__all__ = ["Provenance", "additive", "random_states"]
+__all__ = ["Provenance", "normal", "random_states", "refused"]
+
+
+def refused(call: Callable[[], object], kind: type[Exception] = GeometryError) -> Any:
+    """The error of a call."""
+    with pytest.raises(kind) as caught:
+        call()
+    return caught.value
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    """Normal numbers in float64."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def random_states(
@@ -27,16 +44,3 @@ def random_states(
     )
     h[..., 0] += 50 * offset
     return h
-
-
-def additive(
-    contexts: int, positions: int, d_model: int, *, seed: int = 0, noise: float = 0.0
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """``h = mean + pos + ctx (+ noise)`` with centred known parts:
-    ``(h [context position d_model], parts)``."""
-    generator = torch.Generator().manual_seed(seed)
-    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
-    mean, pos, ctx = draw(d_model) * 5, draw(positions, d_model), draw(contexts, d_model)
-    pos, ctx = pos - pos.mean(0), ctx - ctx.mean(0)
-    h = mean + pos + ctx[:, None] + noise * draw(contexts, positions, d_model)
-    return h, {"mean": mean, "pos": pos, "ctx": ctx}

@@ -38,26 +38,16 @@ _FUSED = ("c_attn", "query_key_value", "Wqkv", "qkv_proj")
 _QUERY_KEY = ("q_proj", "k_proj", "query.", "key.", ".q.", ".k.", *_FUSED)
 
 
-# -- weights ---------------------------------------------------------------------------------------
-
-
 def hf_model(
     architecture: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any
 ) -> Any:
     """The Hugging Face model of an architecture, every parameter redrawn; ``changes`` are other
     settings of its configuration."""
-    class_name, settings = ARCHITECTURES[architecture]
-    return redrawn(class_name, settings | changes, dtype, seed)
-
-
-def redrawn(
-    class_name: str, settings: dict[str, Any], dtype: torch.dtype = torch.float32, seed: int = 0
-) -> Any:
-    """A Hugging Face model of any configuration, every parameter redrawn."""
     import transformers
 
+    class_name, settings = ARCHITECTURES[architecture]
     model_class = getattr(transformers, class_name)
-    config = model_class.config_class(**settings)
+    config = model_class.config_class(**settings | changes)
     config._attn_implementation = "eager"  # fused attention has no patterns to look at
     config._experts_implementation = "eager"  # grouped products have no float64
     torch.manual_seed(seed)
@@ -108,9 +98,6 @@ def randomize_hooked(model: nn.Module, seed: int = 0, sharpness: float = 2.4) ->
             value.copy_(draw / math.sqrt(value.shape[-2]) * size)
 
 
-# -- inputs ----------------------------------------------------------------------------------------
-
-
 def tokens(batch: int = 2, length: int = 16, seed: int = 1) -> Tensor:
     """Random token ids ``[batch position]``, none of them special."""
     return torch.randint(3, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
@@ -141,9 +128,6 @@ def _on_disk(tokenizer: Any) -> Iterator[Any]:
     with TemporaryDirectory() as directory:
         tokenizer.save_pretrained(directory)
         yield AutoTokenizer.from_pretrained(directory, local_files_only=True)
-
-
-# -- models of TransformerLens ---------------------------------------------------------------------
 
 
 def refusal(model_class: str, architecture: str, processed: bool = False) -> str | None:

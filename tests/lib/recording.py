@@ -143,9 +143,6 @@ def _differences(
             yield Difference(key, a, b, words)
 
 
-# ---- files
-
-
 def store(kind: str, entries: Mapping[str, Entry], folder: Path = RECORDS) -> Path:
     """Write the record of a kind of model."""
     numbers = {k: v for k, v in sorted(entries.items()) if isinstance(v, Numbers)}
@@ -179,9 +176,6 @@ def load(kind: str, folder: Path = RECORDS) -> dict[str, Entry]:
         entries[key] = Numbers(shape, tuple(sums[:, i].tolist()), odd, values[start:stop])
         start = stop
     return entries
-
-
-# ---- what the subjects answer now
 
 
 def keyed(name: str, variant: str, answers: Mapping[str, Any]) -> dict[str, Entry]:

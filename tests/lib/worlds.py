@@ -197,9 +197,6 @@ class World:
         return circuits.dictionary((activations, decoder, bias), 1)
 
 
-# ---- how worlds are made
-
-
 def _tiny_inputs(sizes: Sizes = Sizes()) -> Inputs:
     pilots = tokens(*sizes.pilots, seed=3)
     # all different, so that the embeddings of last tokens span all dimensions

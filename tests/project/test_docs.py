@@ -8,10 +8,8 @@ import importlib.util
 import json
 import re
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 from types import ModuleType
-from urllib.parse import unquote, urlsplit
 
 import pytest
 from PIL import Image
@@ -49,9 +47,6 @@ def blocks(form: str) -> list[str]:
     return re.findall(rf"^```{form}\n(.*?)^```$", README, flags=re.DOTALL | re.MULTILINE)
 
 
-# ---- pictures and their code
-
-
 def test_every_example_has_the_picture_of_its_code_and_a_text_to_read_it_by() -> None:
     stored = {path.stem for path in (DOCS / "_static").glob("*.png")}
     assert stored == set(SCRIPTS) | {growth.PICTURE.stem}
@@ -72,24 +67,6 @@ def test_every_example_has_the_picture_of_its_code_and_a_text_to_read_it_by() ->
     assert pictures.digest("a") != pictures.digest("b")
 
 
-def test_every_question_of_the_gallery_has_a_place_in_it() -> None:
-    headers = {path.parent.name for path in (DOCS / "gallery").glob("*/README.rst")}
-    order = re.search(r"for question in \((.*?)\)", (DOCS / "conf.py").read_text("utf-8"), re.S)
-    assert order is not None
-    assert headers == {path.parent.name for path in SCRIPTS.values()}
-    assert headers == set(re.findall(r'"(\w+)"', order[1]))
-
-
-def test_the_curves_of_cost_are_those_of_the_stored_rows() -> None:
-    text = growth.ROWS.read_text("utf-8")
-    with Image.open(growth.PICTURE) as image:
-        assert image.text["rows"] == growth.digest(text)  # type: ignore[attr-defined]
-    assert growth.digest(text) != growth.digest(text.replace("1", "2", 1))
-    for points in growth.curves(json.loads(text)["rows"]).values():
-        assert points == sorted(points)
-        assert len(points) >= 3
-
-
 def test_readme_shows_the_first_script_its_picture_and_its_output() -> None:
     (code,) = blocks("python")
     script = pictures.code(SCRIPTS["induction"])
@@ -107,9 +84,6 @@ def test_the_first_script_prints_what_is_stored() -> None:
     view, printed = pictures.run(pictures.code(SCRIPTS["induction"]))
     assert printed == blocks("text")[0]
     assert "L1H0" in view.title
-
-
-# ---- links, tables, the API
 
 
 def links(page: str) -> set[str]:
@@ -141,26 +115,6 @@ def test_the_support_table_has_every_architecture_and_nothing_between() -> None:
     said = re.search(r"\[(\d+) architectures measured\]", README)
     assert said is not None
     assert int(said[1]) == len(ARCHITECTURES)
-
-
-@pytest.mark.nightly
-@pytest.mark.filterwarnings("ignore")  # what Hugging Face and TransformerLens say of what they load
-def test_the_support_table_is_what_is_measured() -> None:
-    """Of this TransformerLens: one that is exact, one with a part refused, and refused ones."""
-    stored = json.loads(support.STORED.read_text("utf-8"))
-    mine = next(
-        stored[lens] for lens in stored if (lens[0] == "3") == ("hooked" in support.CLASSES)
-    )
-    some = ("gpt2", "bert", "roberta", "bloom6")
-    found = support.measure_all(some)
-    for name, cells in found.items():
-        for architecture, cell in cells.items():
-            wanted = mine[name][architecture]
-            assert cell["verdict"] == wanted["verdict"], (name, architecture)
-            assert cell.get("without") == wanted.get("without"), (name, architecture)
-    assert any(c["verdict"] == "refused" for c in found["TransformerBridge"].values()) == (
-        "HookedTransformer" in found
-    )
 
 
 def test_the_api_has_a_page_for_every_public_package() -> None:
@@ -208,75 +162,3 @@ def test_public_names_are_few_and_each_is_used_where_a_reader_sees_it() -> None:
         "x",
     }
     assert shown('"""unused"""\nused()', script=True) == {"used"}
-
-
-# ---- the built site
-
-
-SITE = DOCS / "_build" / "html"
-LINKS = {"a": "href", "img": "src", "link": "href", "script": "src", "iframe": "src"}
-
-
-class Page(HTMLParser):
-    """Links and anchors of a page."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.links: set[str] = set()
-        self.anchors: set[str] = {"", "top"}  # every browser goes to the top for these
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        found = dict(attrs)
-        self.anchors |= {value for key in ("id", "name") if (value := found.get(key))}
-        if link := found.get(LINKS.get(tag, "")):
-            self.links.add(link)
-
-
-def broken(site: Path) -> list[str]:
-    """``page -> link`` of every internal link that leads nowhere."""
-    pages = {path: Page(path.read_text("utf-8")) for path in sorted(site.rglob("*.html"))}
-    found = []
-    for path, page in pages.items():
-        for link in sorted(page.links):
-            parts = urlsplit(link)
-            if parts.scheme or parts.netloc:
-                continue
-            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
-            anchors = pages[target].anchors if target in pages else None
-            if not target.is_file() or (anchors and unquote(parts.fragment) not in anchors):
-                found.append(f"{path.relative_to(site)} -> {link}")
-    return found
-
-
-@pytest.mark.nightly
-def test_no_internal_link_of_the_site_is_broken() -> None:
-    if not (SITE / "index.html").exists():
-        pytest.skip("the site is not built (python -m tests --only docs)")
-    assert not broken(SITE)
-    assert len(list(SITE.rglob("*.html"))) > 50
-    index = re.findall(r"\]\(([^)]+)\)", (SITE / "llms.txt").read_text("utf-8"))
-    assert len(index) > 15
-    assert not [link for link in index if not (SITE / link).is_file()]
-    page = (SITE / "examples" / "index.html").read_text("utf-8")
-    cards = page[page.index('class="sphx-glr-thumbnails"') :]
-    assert re.findall(r"sphx_glr_(\w+)_thumb", cards) == list(pictures.THUMBNAILS)
-
-
-def test_planted_broken_links_are_found(tmp_path: Path) -> None:
-    (tmp_path / "sub").mkdir()
-    (tmp_path / "b.html").write_text('<p id="here">b</p><a href="../outside.html">x</a>', "utf-8")
-    (tmp_path / "sub" / "c d.txt").write_text("", "utf-8")
-    (tmp_path / "a.html").write_text(
-        '<a href="b.html#here"></a><a href="#top"></a><a href="https://absent.org/x"></a>'
-        '<a href="sub/c%20d.txt"></a><a href="b.html#gone"></a><a href="#lost"></a>'
-        '<a href="absent.html"></a><img src="absent.png"><a href="mailto:a@b.c"></a>',
-        "utf-8",
-    )
-    assert broken(tmp_path) == [
-        "a.html -> #lost",
-        "a.html -> absent.html",
-        "a.html -> absent.png",
-        "a.html -> b.html#gone",
-        "b.html -> ../outside.html",
-    ]

@@ -1,11 +1,8 @@
 """Every Python block of README, the site and the gallery runs, as a reader would run it.
 
-The blocks of a page run in order in one namespace; a page of the guide starts from the block of
-``docs/guide/index.md``, and each section of the pages in :data:`APART` from the first block. Only
-what :data:`RULES` says is replaced: GPT-2 by the embedded model (a rotary model by a small random
-one), its heads by heads of that, long windows by short ones, weights that a reader has by random
-ones. A block that needs the network for more than that is marked ``% not run: REASON`` in the line
-before it.
+The blocks of a page run in order in one namespace. Only what :data:`RULES` says is replaced: GPT-2
+by the embedded model, its heads by heads of that, long windows by short ones, weights that a reader
+has by random ones. A block that needs the network for more is marked ``% not run: REASON``.
 """
 
 from __future__ import annotations
@@ -15,7 +12,6 @@ import importlib
 import io
 import re
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -207,22 +203,6 @@ def test_every_section_runs_after_the_first_block(page: Path, reader: Path) -> N
         plt.close("all")
 
 
-@pytest.mark.smollm2
-def test_the_rotary_recipe_runs_on_smollm2(reader: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page, names = APART[0], {"tlg": tlg, "Path": Path}
-    book = reader / "book.txt"
-    book.write_text(book.read_text("utf-8")[:5_000], "utf-8")  # some twenty windows
-    monkeypatch.setitem(HELPERS, "rotary", tlg.zoo.smollm2)
-    run(page, names, 1 + recipes().index("I have a rotary model"))
-    assert names["model"].cfg.n_layers == 30
-    assert (reader / "planes.png").stat().st_size > 10_000
-
-
-def recipes() -> list[str]:
-    """Titles of the recipes."""
-    return re.findall(r"^## (.*)$", APART[0].read_text("utf-8"), re.MULTILINE)
-
-
 def test_few_blocks_are_not_run_and_rules_replace_the_model_and_its_heads(tmp_path: Path) -> None:
     found = [block for page in PAGES for block in blocks(page.read_text("utf-8"))]
     assert len(found) >= 9
@@ -238,28 +218,6 @@ def test_few_blocks_are_not_run_and_rules_replace_the_model_and_its_heads(tmp_pa
             patch.setattr(Path, "read_text", lambda *_, planted=planted: planted)
             with pytest.raises(AttributeError) if fails else contextlib.nullcontext():
                 run(page, {})
-
-
-@pytest.mark.slow
-def test_the_list_of_columns_has_every_column_of_a_sweep() -> None:
-    terms = re.findall(r"^(`.*)\n: ", APART[1].read_text("utf-8"), re.MULTILINE)
-    said = {name for cell in terms for name in re.findall(r"`(\w[\w-]*)`", cell)}
-    model = tlg.zoo.embedded()
-    windows = tlg.zoo.default_windows(model, 16, n=64)
-    basis = tlg.decompose(model, windows.tokens[:32], progress=False)
-    sweep = tlg.sweep_heads(model, windows[32:], basis, layers=0, intervals=True, progress=False)
-
-    def unsaid(columns: Sequence[str]) -> set[str]:
-        whole = {name for name in columns if name in said}
-        prefixes = tuple(name for name in said if name.endswith("_"))
-        ends = ("_se", "_uniform", "_corrected", "_corrected_low", "_corrected_high")
-        return {c for c in columns if c not in whole and not c.startswith(prefixes)} - {
-            f"{name}{end}" for name in whole for end in ends
-        }
-
-    assert len(said) > 30
-    assert not unsaid(sweep.columns())
-    assert unsaid(["layer", "colour"]) == {"colour"}
 
 
 GALLERY = [

@@ -1,14 +1,9 @@
-"""What every run of the tests promises: annotations are checked at every call, a skip that nothing
-explains fails in CI, ``--fast`` runs one architecture of each test; and what ``python -m
-tests.mutate`` promises: planted faults are faults, and are caught by a test that looks."""
+"""What every run of the tests promises, that annotations are checked at calls; and ``python -m
+tests.mutate``, that planted faults are caught by a test that looks."""
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +16,7 @@ from jaxtyping import Float, TypeCheckError
 from torch import Tensor
 
 import tl_geometry as tlg
-from tests import forks, mutate, probes
+from tests import forks, mutate
 from tests.faults import Fault, faults
 from tests.mutation_page import Verdict, reached, shares
 
@@ -31,8 +26,6 @@ ROOT = Path(__file__).resolve().parents[2]
 RIGHT: Any = torch.ones(3)
 WRONG: Any = torch.ones(4)
 TEXT: Any = "text"
-
-# ---- annotations
 
 
 @jaxtyping.jaxtyped(typechecker=beartype)
@@ -71,44 +64,6 @@ def test_every_kind_of_argument_is_checked() -> None:
             call()
 
 
-# ---- skips and tiers
-
-
-PLANTED = """import pytest
-
-@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-def test_of_each(architecture): pass
-
-def test_that_skips(): pytest.skip("the moon is down")
-"""
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("ci", "options", "code", "said"),
-    [
-        ("true", [], 1, "not expected in CI: the moon is down"),
-        ("", ["--fast"], 0, "1 passed, 1 skipped, 1 deselected"),
-    ],
-)
-def test_a_run_of_the_tests(
-    ci: str, options: list[str], code: int, said: str, tmp_path: Path
-) -> None:
-    (tmp_path / "conftest.py").write_text("from tests.conftest import *\n")
-    (tmp_path / "test_planted.py").write_text(PLANTED)
-    command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "-p", "no:cacheprovider"]
-    command += ["--rootdir", str(tmp_path), *options, str(tmp_path)]
-    environment = {**os.environ, "CI": ci, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env=environment, cwd=tmp_path
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    assert said in done.stdout
-
-
-# ---- planted faults
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("law", "record", "limit", "outcome"),
@@ -139,53 +94,6 @@ def test_a_fault_is_caught_by_a_test_that_looks(
     (fault,) = (f for f in faults("half.py", source) if "/" in f.before)
     assert mutate.judge(fault, covered, tmp_path, limit)[0] == outcome
     assert (tmp_path / "half.py").read_text() == source
-
-
-@pytest.mark.nightly
-def test_the_map_knows_which_tests_call_a_function(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Code of one test, of a fixture (which may matter to all), of a process that a test starts,
-    of no test, and a file that fails."""
-    package, tests = tmp_path / mutate.PACKAGE, tmp_path / "tests"
-    for folder in (package, tests):
-        folder.mkdir()
-        (folder / "__init__.py").touch()
-    shutil.copy(str(probes.__file__), tests)
-    names = ("one", "two", "three", "never")
-    source = "\n".join(f"def {name}():\n    return {n}\n" for n, name in enumerate(names))
-    (package / "a.py").write_text(source)
-    (tests / "test_a.py").write_text(
-        "import pytest\n"
-        f"from {mutate.PACKAGE} import a\n\n"
-        "@pytest.fixture\ndef made():\n    return a.two()\n\n"
-        "def test_one():\n    assert a.one() == 0\n\n"
-        "def test_two(made):\n    assert made == 1\n\n"
-        "def test_elsewhere():\n"
-        "    import subprocess, sys\n"
-        f"    code = 'from {mutate.PACKAGE} import a; a.three()'\n"
-        "    subprocess.run([sys.executable, '-c', code], check=True)\n"
-    )
-    (tests / "test_fails.py").write_text("def test():\n    raise ValueError\n")
-    monkeypatch.setattr(forks, "IMPORTED_ONCE", ())
-    monkeypatch.setattr(mutate, "ROOT", tmp_path)
-    copied = tmp_path.parent / f"{tmp_path.name}-copy"
-    monkeypatch.setattr(mutate, "copy_of_tree", lambda folder: shutil.copytree(tmp_path, copied))
-    homes = [fault.home(source) for fault in faults(f"{mutate.PACKAGE}/a.py", source)]
-    place = tmp_path / "map.json"
-    asked = mutate.test_files(["tests"])
-    assert asked == ["tests/test_a.py", "tests/test_fails.py"]
-    covered = mutate.map_of(asked, place, workers=1)
-    assert set(covered) == {"tests/test_a.py"}
-    found = covered["tests/test_a.py"]
-    one, two, elsewhere = (f"tests/test_a.py::test_{name}" for name in ("one", "two", "elsewhere"))
-    assert homes == [f"{mutate.PACKAGE}/a.py::{name}" for name in names]
-    assert [found.reached.get(home, "no") for home in homes] == [[one], None, [elsewhere], "no"]
-    assert set(found.seconds) == {one, two, elsewhere}
-    assert mutate.tests_of(faults(f"{mutate.PACKAGE}/a.py", source)[0], homes[0], covered) == [
-        ([one], found.seconds[one])
-    ]
-    assert mutate.map_of(asked, place, workers=1) == covered, "read, not made again"
 
 
 def test_the_goals_count_what_matters() -> None:

@@ -5,20 +5,16 @@ versions stand beside each other."""
 from __future__ import annotations
 
 import ast
-import json
 import os
 import re
-import shutil
 import subprocess
 import sys
-import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 pytestmark = pytest.mark.once
 
@@ -31,8 +27,6 @@ ASSETS = {
     "report": {"report.css", "page.html", "words.toml"},
 }
 PIN = r"[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.]*"
-
-# ---- the wheel
 
 
 def python(code: str, *words: object, **options: Any) -> str:
@@ -64,25 +58,6 @@ def test_the_wheel_carries_the_data_and_imports(tmp_path: Path) -> None:
     code = "import tl_geometry as t; print(t.__file__, t.view(t.zoo.embedded()).n_layers)"
     said = python(code, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(target)})
     assert str(target) in said
-
-
-@pytest.mark.nightly
-def test_the_source_distribution_builds_the_same_wheel_and_ships_no_test_that_cannot_run(
-    tmp_path: Path,
-) -> None:
-    with tarfile.open(built("sdist", ROOT, tmp_path)) as archive:
-        archive.extractall(tmp_path / "source", filter="data")
-    (source,) = (tmp_path / "source").iterdir()
-    names = {p.name for p in source.iterdir()}
-    assert names >= {"tl_geometry", "README.md", "LICENSE", "pyproject.toml"}
-    assert "tests" not in names
-    with zipfile.ZipFile(built("wheel", source, tmp_path)) as packed:
-        inside = set(packed.namelist())
-    for package, assets in ASSETS.items():
-        assert {f"tl_geometry/{package}/assets/{name}" for name in assets} <= inside
-
-
-# ---- what is declared
 
 
 @pytest.mark.parametrize("name", ["", "-tl4", "-dev", "-docs"])
@@ -156,9 +131,6 @@ def f():
     assert not {"msgpack", "left-pad", "rpy2"} & declared(dev=True)
 
 
-# ---- the conda recipe, versions and CI
-
-
 CONDA_NAMES = {"torch": "pytorch", "matplotlib": "matplotlib-base"}
 
 
@@ -198,22 +170,6 @@ def test_the_conda_recipe_agrees_with_the_project() -> None:
     assert "s/SHA256/" in workflow
 
 
-def test_what_the_host_reads_can_be_read_and_only_a_published_release_uploads() -> None:
-    files = [*(ROOT / ".github").rglob("*.y*ml"), ROOT / ".pre-commit-config.yaml"]
-    read = {path.name: yaml.safe_load(path.read_text()) for path in files}
-    assert {"checks.yml", "nightly.yml", "faults.yml", "site.yml", "release.yml"} <= set(read)
-    parts = [
-        job["part"] for job in read["checks.yml"]["jobs"]["checks"]["strategy"]["matrix"]["include"]
-    ]
-    assert sorted(parts) == ["3.9", "3.9", "4.3", "site"]
-    jobs = read["release.yml"]["jobs"]
-    uploading = [n for n, job in jobs.items() if "id-token" in job.get("permissions", {})]
-    assert uploading == ["publish"]
-    assert jobs["publish"]["if"] == "github.event_name == 'release'"
-    with pytest.raises(yaml.YAMLError):  # a colon in a command that is not quoted
-        yaml.safe_load('run: grep "date: today" file')
-
-
 def test_the_version_and_its_date_are_the_same_everywhere() -> None:
     version = PROJECT["version"]
     newest = re.search(r"^## (\d.*)$", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
@@ -240,51 +196,3 @@ def test_ci_runs_what_the_readme_says() -> None:
     assert len(pins) >= 3
     # TransformerLens 4.3 is tested with the same models
     assert pins <= set(re.findall(r"[\w.-]+==[\w.]+", script))
-
-
-# ---- the sites of versions
-
-
-def git(folder: Path, *words: str) -> str:
-    command = ["git", "-c", "user.name=a", "-c", "user.email=a@b.c", *words]
-    return subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout
-
-
-def published(clone: Path, name: str, text: str) -> None:
-    site = clone.parent / "site"
-    shutil.rmtree(site, ignore_errors=True)
-    (site / "_static").mkdir(parents=True)
-    (site / "index.html").write_text(text)
-    (site / "_static" / f"{text}.css").write_text("")
-    command = ["bash", str(ROOT / "docs" / "publish.sh"), str(site), name]
-    subprocess.run(command, cwd=clone, check=True, capture_output=True)
-
-
-def test_sites_of_versions_stand_beside_each_other(tmp_path: Path) -> None:
-    shared, clone = tmp_path / "shared", tmp_path / "clone"
-    git(tmp_path, "init", "-q", "--bare", str(shared))
-    git(tmp_path, "clone", "-q", str(shared), str(clone))
-    for setting in ("user.name", "user.email"):
-        git(clone, "config", setting, "a@b.c")
-    (clone / "code.py").write_text("")
-    git(clone, "add", "-A")
-    git(clone, "commit", "-qm", "code")
-
-    def shown(path: str) -> str:
-        return git(shared, "show", f"gh-pages:{path}")
-
-    published(clone, "main", "first")
-    assert json.loads(shown("versions.json")) == ["main"]
-    assert "url=main/" in shown("index.html")
-    for name in ("0.9.0", "0.10.0", "main"):
-        published(clone, name, f"of {name}")
-    assert json.loads(shown("versions.json")) == ["0.10.0", "0.9.0", "main"]
-    assert "url=0.10.0/" in shown("index.html")
-    assert shown("main/index.html") == "of main"
-    files = git(shared, "ls-tree", "-r", "--name-only", "gh-pages").splitlines()
-    assert "main/_static/of main.css" in files
-    assert "main/_static/first.css" not in files, "what a site no longer has goes"
-    assert "code.py" not in files
-    assert ".nojekyll" in files
-    published(clone, "main", "of main")  # nothing to commit
-    assert git(clone, "worktree", "list").count("\n") == 1

@@ -8,7 +8,7 @@ import pytest
 
 from tests import sizes
 
-OPEN = ("lines of tests",)
+OPEN: tuple[str, ...] = ()
 """What is still larger than its limit."""
 
 

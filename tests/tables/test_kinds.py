@@ -48,9 +48,6 @@ FAST = ("gpt2", "llama", "bloom", "gemma2", "gpt-oss", "bert")
 WAYS = list(itertools.product(("bridge", "hooked"), (False, True)))
 
 
-# ---- the calls that are judged, each spelled once
-
-
 def traced(model: Any, ids: Tensor, answer: int, other: int, mlp: str) -> Any:
     return tlg.trace_logit(model, ids, answer, other=other, mlp=mlp)
 
@@ -65,9 +62,6 @@ def without_term(model: Any, basis: Any) -> Any:
 
 def without_head(model: Any) -> Any:
     return interventions.heads(model, f"L{LAYER}H{HEAD}", by="zero")
-
-
-# ---- Hugging Face's side
 
 
 @dataclass(frozen=True)
@@ -222,9 +216,6 @@ by_manner = pytest.mark.parametrize(
 )
 """By day one of each manner; the graph, edges and edits of the others stand on what ``each_held``
 asks of all, their scores and states."""
-
-
-# ---- what they must agree on
 
 
 @each_held

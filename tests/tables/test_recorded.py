@@ -51,9 +51,6 @@ def test_a_tolerance_has_a_reason() -> None:
             assert len(reason.split()) >= 4, f"{subject.name} {pattern}"
 
 
-# ---- the comparison sees what it must, and nothing else
-
-
 ARRAY = np.sin(np.arange(60.0)).reshape(3, 20)
 
 

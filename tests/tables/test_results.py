@@ -58,9 +58,6 @@ NOT_REACHED = {"Result"}
 """Results that no subject returns: the base of all."""
 
 
-# ---- what there is
-
-
 @cache
 def results() -> dict[str, tlg.Result]:
     """One result of each class, by its name."""
@@ -107,9 +104,6 @@ def every(law: Callable[[Any], object]) -> dict[str, str]:
     return broken
 
 
-# ---- files
-
-
 def comes_back(result: Any, folder: Path) -> str:
     # the short file of a basis is another basis
     whole = {"full": True} if isinstance(result, tlg.PositionContext) else {}
@@ -141,9 +135,6 @@ def test_a_changed_answer_is_found() -> None:
     ]:
         assert different(a, b)
         assert not different(a, a)
-
-
-# ---- tables
 
 
 def as_number(cell: str) -> float | None:
@@ -238,9 +229,6 @@ def test_every_result_keeps_the_law(law: Callable[[Any], str]) -> None:
         assert any("json" in name for result in results().values() for name in offered(result))
 
 
-# ---- hostile text
-
-
 def is_inert(result: Any) -> str:
     """HTML holds hostile text as text, and the shown text has no control character."""
     for changed in with_text(result, HOSTILE):
@@ -275,9 +263,6 @@ def test_line_ends_in_texts_end_no_row() -> None:
 def test_line_ends_in_texts_end_no_row_of_latex() -> None:
     law = lambda result: next(filter(None, map(is_tabular, with_text(result, LINES))), "")
     assert every(law) == {}
-
-
-# ---- answers that stay
 
 
 def hands_out(result: Any) -> list[str]:

@@ -65,9 +65,6 @@ def modules() -> dict[str, str]:
     return found
 
 
-# ---- imports
-
-
 def imports(source: str) -> list[tuple[str, bool]]:
     """(dotted module, at import time) of every import, those of a name in quotes too."""
     tree = ast.parse(source)
@@ -193,9 +190,6 @@ def test_modules_and_functions_stay_readable() -> None:
     function = "def f():\n    'Long.'\n" + "    pass\n" * MOST_OF_A_FUNCTION
     longer = {"a": function, "b": f"{function}    pass\n", "c": "\n" * (MOST_LINES + 1)}
     assert too_long(longer) == {"b.f", "c"}
-
-
-# ---- public names
 
 
 @cache

@@ -46,7 +46,7 @@ def check(law: laws.Law, kind: str, name: str) -> None:
 
 def _row(call: Any, **more: Any) -> Subject:
     """A row of no public function."""
-    return Subject(**{"name": "row", "covers": (), "call": call, "answers": _states} | more)
+    return Subject(**{"name": "row", "call": call, "answers": _states} | more)
 
 
 def _states(found: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -57,11 +57,8 @@ def _two_parts(found: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"states": found, "part one": 0.4 * found, "part two": 0.5 * found}
 
 
-# ---- the table itself
-
-
 def test_every_public_function_has_a_row() -> None:
-    covered = {name for subject in SUBJECTS.values() for name in subject.covers}
+    covered = {name for subject in SUBJECTS.values() for name in subject.covered}
     assert names.kept() - covered - set(names.WITHOUT_ROW) == set()
     assert covered <= names.kept(), covered - names.kept()
 
@@ -90,16 +87,13 @@ def test_patterns_of_a_row_match_something(name: str) -> None:
             answers = answered(kind, name, variant)
             keys += [f"{variant}/{quantity}" for quantity in answers]
     patterns = [*subject.order, *subject.later, *subject.seeds, *subject.half, *subject.adds]
-    patterns += [*subject.tolerance, *subject.gauge, *subject.drawn]
+    patterns += [*subject.tolerance, *subject.gauge]
     patterns += [part for parts in subject.adds.values() for part in parts]
     for key in subject.without:
         law, _, pattern = key.partition(":")
         patterns += [pattern] if pattern and law not in ("disturbs", "faults", "seeds") else []
     unused = [p for p in patterns if not any(match({p: True}, key) for key in keys)]
     assert not unused, f"{name}: {unused}"
-
-
-# ---- nothing is disturbed, nothing is empty, the same call gives the same
 
 
 @rows()
@@ -155,9 +149,6 @@ def test_another_seed_changes_what_is_drawn(kind: str, name: str) -> None:
     check(laws.seeds, kind, name)
 
 
-# ---- order, batches, later tokens
-
-
 @rows()
 @kinds("llama")
 def test_the_order_of_prompts_does_not_matter(kind: str, name: str) -> None:
@@ -174,9 +165,6 @@ def test_the_size_of_batches_does_not_matter(kind: str, name: str) -> None:
 @kinds("llama")
 def test_later_tokens_do_not_matter(kind: str, name: str) -> None:
     check(laws.later, kind, name)
-
-
-# ---- other loadings, other precision
 
 
 @rows()
@@ -221,9 +209,6 @@ def test_half_precision_is_near_or_refused(kind: str, name: str) -> None:
     check(laws.half, kind, name)
 
 
-# ---- edits, sums, planted faults
-
-
 @rows(lambda s: "how" in s.takes)
 @kinds("llama")
 def test_an_edit_as_a_list_equals_the_edit_inside_with(kind: str, name: str) -> None:
@@ -246,9 +231,6 @@ def test_a_planted_fault_is_refused(kind: str, name: str) -> None:
 @kinds("gpt2", "llama", of=TINY)
 def test_answers_are_those_of_the_reference(kind: str, name: str) -> None:
     check(laws.reference, kind, name)
-
-
-# ---- each law fails where it is broken
 
 
 def _stream(w: World, **_: Any) -> torch.Tensor:

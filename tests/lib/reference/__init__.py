@@ -2,9 +2,9 @@
 the library nor TransformerLens, one formula after another.
 
 :mod:`decoder` runs a Hugging Face model's weights with hooks at everything; :mod:`scores` splits
-scores and values; :mod:`moments` has the mean decomposition and the jackknife; :mod:`graph` follows
-a logit back through the frozen model; :mod:`contrast` is the graph between two runs; :mod:`edits`
-has edge scores, pruned and patched runs, knockouts and edited scores; :mod:`geometry` has ranks,
-weights and angles; :mod:`flow` lines of thought. Letters A to P are the parts of the specification,
-whose symbols the docstrings use.
+scores and values; :mod:`moments` has the mean decomposition and the jackknife; :mod:`contrast` is
+the graph between two runs; :mod:`edits` has edge scores, pruned and patched runs, knockouts and
+edited scores; :mod:`geometry` has ranks, weights and angles; :mod:`flow` lines of thought. Letters
+A to P are the parts of the specification, whose symbols the docstrings use. (Of the graph of one
+prompt Hugging Face's own gradients are the reference: :mod:`tests.lib.frozen_hf`.)
 """

@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from tests.lib.reference.decoder import Block, Decoder, Norm, Run
-from tests.lib.reference.graph import HeadEdges
 
 NEAR = 1e-5
 """Relative distance below which a difference quotient is the derivative in the middle: there both
@@ -88,6 +87,16 @@ def between_softmaxes(block: Block, a: Tensor, b: Tensor) -> Callable[[Tensor], 
         return total
 
     return apply
+
+
+@dataclass(frozen=True, eq=False)
+class HeadEdges:
+    """Edges into one head: ``value [i source j]``, ``query [i source]``, ``key [i source j]``."""
+
+    names: tuple[str, ...]
+    value: Tensor
+    query: Tensor
+    key: Tensor
 
 
 @dataclass(frozen=True, eq=False)

@@ -168,15 +168,8 @@ class Decoder:
         hooks: Hooks | None = None,
         *,
         first: Tensor | None = None,
-        frozen: Run | None = None,
-        follow: bool = False,
     ) -> Run:
-        """One pass over tokens, or over a ``first`` state.
-
-        ``frozen`` is an earlier run whose norm scales, patterns and MLP secants are used in place
-        of this one's (SPEC P.1): the pass is then affine in the stream. With ``follow`` patterns
-        stay live.
-        """
+        """One pass over tokens, or over a ``first`` state."""
         run: Run = {}
 
         def put(name: str, layer: int, value: Tensor) -> Tensor:
@@ -184,17 +177,14 @@ class Decoder:
             run[name, layer] = value if hook is None else hook(value, run)
             return run[name, layer]
 
-        def constant(name: str, layer: int, value: Tensor) -> Tensor:
-            return put(name, layer, value if frozen is None else frozen[name, layer])
-
         x = self._first(tokens, put) if first is None else first
         for l, block in enumerate(self.blocks):
             x = put("state", l, x)
-            x = x + self._attention(l, block, x, put, constant, frozen is None or follow).sum(0)
-            x = x + self._mlp(l, block, x, put, constant, frozen)
+            x = x + self._attention(l, block, x, put).sum(0)
+            x = x + self._mlp(l, block, x, put)
         x = put("state", self.n_layers, x)
         read = put("output_in", 0, x.unsqueeze(2))
-        scale = constant("output_scale", 0, self.norm.scale(read))
+        scale = put("output_scale", 0, self.norm.scale(read))
         normed = (self.norm.linear(read, scale) + self.norm.bias)[:, :, 0]
         raw, cap = put("raw_logits", 0, normed @ self.W_U), self.logit_cap
         put("logits", 0, raw if cap is None else cap * torch.tanh(raw / cap))
@@ -219,52 +209,35 @@ class Decoder:
         x = x + b if bias else x
         return block.by_head(x if which == "v" else self.rotate(x), -2)
 
-    def _attention(
-        self, l: int, block: Block, x: Tensor, put: Any, constant: Any, live: bool
-    ) -> Tensor:
+    def _attention(self, l: int, block: Block, x: Tensor, put: Any) -> Tensor:
         """What each head writes."""
         sides = {}
         for which in "qkv":
             readers = len(block.weights(which)[0])
             read = put(f"{which}_in", l, x.unsqueeze(2).expand(-1, -1, readers, -1))
-            scale = constant(f"{which}_scale", l, block.norm.scale(read))
+            scale = put(f"{which}_scale", l, block.norm.scale(read))
             sides[which] = put(which, l, self.project(l, which, read, scale))
         scores = block.score_scale * torch.einsum("bihe,bjhe->bhij", sides["q"], sides["k"])
         alibi = self.alibi(x.shape[1])
         scores = put("scores", l, scores if alibi is None else scores + alibi)
-        p = block.softmax(scores)
-        p = put("pattern", l, p) if live else constant("pattern", l, p)
+        p = put("pattern", l, block.softmax(scores))
         z = put("z", l, torch.einsum("bhij,bjhe->bihe", p, sides["v"]))
         writes = torch.einsum("bihe,hed->hbid", z, block.W_O) + block.b_O / self.n_heads
         if (norm := block.after_attention) is not None:
-            scale = constant("after_attention_scale", l, norm.scale(writes.sum(0)))
+            scale = put("after_attention_scale", l, norm.scale(writes.sum(0)))
             writes = norm.linear(writes, scale) + norm.bias / self.n_heads
         return put("writes", l, writes)
 
-    def _mlp(
-        self, l: int, block: Block, x: Tensor, put: Any, constant: Any, frozen: Run | None
-    ) -> Tensor:
+    def _mlp(self, l: int, block: Block, x: Tensor, put: Any) -> Tensor:
         """What the MLP writes."""
         read = put("mlp_in", l, x.unsqueeze(2))
-        scale = constant("mlp_scale", l, block.mlp_norm.scale(read))
+        scale = put("mlp_scale", l, block.mlp_norm.scale(read))
         normed = (block.mlp_norm.linear(read, scale) + block.mlp_norm.bias)[:, :, 0]
         gate = put("gate", l, normed @ block.W_gate + block.b_gate)
         linear = None if block.W_in is None else put("linear", l, normed @ block.W_in)
-        if frozen is None:
-            hidden = block.act(gate) if linear is None else block.act(gate) * linear
-        else:
-            slope, other = secants(block, frozen["gate", l], frozen.get(("linear", l)))
-            hidden = slope * gate if linear is None else slope * gate + other * linear
+        hidden = block.act(gate) if linear is None else block.act(gate) * linear
         out = hidden @ block.W_out + block.b_out
         if (norm := block.after_mlp) is not None:
-            scale = constant("after_mlp_scale", l, norm.scale(out))
+            scale = put("after_mlp_scale", l, norm.scale(out))
             out = norm.linear(out, scale) + norm.bias
         return put("mlp", l, out)
-
-
-def secants(block: Block, gate: Tensor, linear: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The frozen MLP (SPEC P.1): ``a(g) = (a(g) / g) g``, and of a gated one two halves,
-    ``½ (a(g) / g) u g(·) + ½ a(g) u(·)``; what multiplies g(·) and what multiplies u(·)."""
-    at = torch.where(gate == 0, 1e-12, gate)  # nearly the derivative at 0
-    slope = block.act(at) / at
-    return (slope, slope) if linear is None else (slope * linear / 2, block.act(gate) / 2)

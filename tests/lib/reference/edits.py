@@ -38,9 +38,6 @@ def logit_difference(targets: Sequence[tuple[int, int]], position: int = -1) -> 
     return metric
 
 
-# -- edges (SPEC P.4) ------------------------------------------------------------------------------
-
-
 class Layout(NamedTuple):
     """Writers in the order of writing; readers with the input that each reads (name and layer, and
     its number there); how many writers each reader sees."""
@@ -139,8 +136,6 @@ def areas(fractions: Sequence[float], f: Sequence[float]) -> tuple[float, float]
     return float(np.trapezoid(y, x)), float(np.trapezoid(np.abs(1 - y), x))
 
 
-# -- heads (SPEC P.8) ------------------------------------------------------------------------------
-
 NewValues = Mapping[tuple[int, int], Tensor]
 """Mixed values ``[b i e]`` or ``[i e]`` that replace those of a head."""
 
@@ -194,9 +189,6 @@ def path_patch(
 
     keys = {layout.inputs[layout.readers.index(name)][0] for name in receivers}
     return decoder.run(tokens, {key: reading(key) for key in keys})
-
-
-# -- scores (SPEC C, L, M) -------------------------------------------------------------------------
 
 
 def edit_terms(

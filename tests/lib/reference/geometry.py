@@ -16,8 +16,6 @@ from torch import Tensor
 
 from tests.lib.reference.decoder import Decoder, Norm, Run
 
-# -- ranks and norms (SPEC B.1 to B.3) -------------------------------------------------------------
-
 
 def screenot(
     s: np.ndarray, shape: tuple[int, int], k: int = 20, strategy: str = "i"
@@ -49,12 +47,6 @@ def stable_rank(P: np.ndarray) -> float:
     return float((s**2).sum() / s[0] ** 2)
 
 
-def explained(P: np.ndarray, rank: int, power: int = 1) -> float:
-    """``sum_(i <= r) s_i^power / sum s_i^power`` (SPEC B.2)."""
-    s = np.linalg.svd(P, compute_uv=False) ** power
-    return float(s[:rank].sum() / s.sum())
-
-
 def relative_norm(h: np.ndarray, *, centred: bool = True) -> float:
     """``|P tiled over contexts|_op / |M|_op`` of ``h [context position d]`` in its window, M = h -
     mean (paper) or h (reference; SPEC B.3)."""
@@ -62,9 +54,6 @@ def relative_norm(h: np.ndarray, *, centred: bool = True) -> float:
     tiled = np.broadcast_to(h.mean(0) - mean, h.shape).reshape(-1, h.shape[-1])
     M = (h - mean if centred else h).reshape(-1, h.shape[-1])
     return float(np.linalg.norm(tiled, 2) / np.linalg.norm(M, 2))
-
-
-# -- Gram matrix and smoothness (SPEC B.5 to B.8) --------------------------------------------------
 
 
 def unit(rows: np.ndarray) -> np.ndarray:
@@ -89,6 +78,12 @@ def low_frequency_share(P: np.ndarray, frequencies: int = 10) -> float:
     return float(diagonal[:frequencies].sum() / diagonal.sum())
 
 
+def off_diagonal_share(P: np.ndarray) -> float:
+    """``1 - sum F_kk^2 / sum F_kl^2`` (SPEC B.6)."""
+    F = fourier(P)
+    return float(1 - (np.diag(F) ** 2).sum() / (F**2).sum())
+
+
 def smoothness(P: np.ndarray, m: int = 1) -> float:
     """``|Delta^(m,m) G~|_max / |G|_max`` (SPEC B.7, B.8) by the stencil on the extended Gram matrix
     (rounding grows as (4 T^2)^m: for m up to 3)."""
@@ -110,9 +105,6 @@ def fracture(P: np.ndarray) -> tuple[float, int]:
     B.8)."""
     steps = np.array([1 - a @ b for a, b in itertools.pairwise(unit(P))])
     return float(steps.max() / np.median(steps)), int(steps.argmax())
-
-
-# -- position and context (SPEC B.9 to B.11) -------------------------------------------------------
 
 
 class Cosines(NamedTuple):
@@ -156,10 +148,8 @@ def compactness(x: np.ndarray, labels: Sequence[int]) -> float:
         centre = rows.mean(0)
         within += (rows - centre).T @ (rows - centre) / len(x)
         between += len(rows) * np.outer(centre - mean, centre - mean) / len(x)
-    return float(np.trace(between @ np.linalg.inv(within)))
-
-
-# -- weights (SPEC D) ------------------------------------------------------------------------------
+    known = np.linalg.cond(within) < 1e9  # not where states lie in a subspace
+    return float(np.trace(between @ np.linalg.inv(within))) if known else np.nan
 
 
 def head_matrix(decoder: Decoder, layer: int, head: int, matrix: str) -> np.ndarray:
@@ -173,36 +163,6 @@ def head_matrix(decoder: Decoder, layer: int, head: int, matrix: str) -> np.ndar
         W_K = block.by_head(block.W_K, 0)[head]
         return (block.score_scale * read @ block.W_Q[head] @ (read @ W_K).T).numpy()
     return (read @ block.by_head(block.W_V, 0)[head] @ block.W_O[head] @ A).numpy()
-
-
-class LowRankDiagonal(NamedTuple):
-    """``W = V L V^T + diag(delta) + rest``, and shares of |W|^2 explained."""
-
-    L: np.ndarray
-    delta: np.ndarray
-    r2_low_rank: float
-    r2_diagonal: float
-    r2_joint: float
-
-
-def low_rank_diagonal(W: np.ndarray, V: np.ndarray) -> LowRankDiagonal:
-    """SPEC D.2 by least squares over all d^2 entries; V ``[d k]`` orthonormal."""
-    d, k = V.shape
-    columns = [np.outer(V[:, a], V[:, b]).ravel() for a in range(k) for b in range(k)]
-    columns += [np.diag(np.eye(d)[i]).ravel() for i in range(d)]
-    design = np.stack(columns, 1)
-    found = np.linalg.lstsq(design, W.ravel(), rcond=None)[0]
-    energy, rest = (W**2).sum(), W.ravel() - design @ found
-    low_rank = ((V.T @ W @ V) ** 2).sum() / energy
-    diagonal = (np.diag(W) ** 2).sum() / energy
-    joint = 1 - (rest**2).sum() / energy
-    return LowRankDiagonal(found[: k * k].reshape(k, k), found[k * k :], low_rank, diagonal, joint)
-
-
-def concentration(W: np.ndarray, V: np.ndarray) -> float:
-    """``kappa = |V^T W_o V|^2 / |W_o|^2``, W_o = W without its diagonal (SPEC D.1)."""
-    off = W - np.diag(np.diag(W))
-    return float(((V.T @ off @ V) ** 2).sum() / (off**2).sum())
 
 
 def token_rows(decoder: Decoder, layer: int, matrix: str) -> tuple[np.ndarray, np.ndarray]:
@@ -245,9 +205,6 @@ def token_readout(
             ends[2 * i + 1].append(order[::-1][:k])
     rank = decoder.blocks[layer].W_Q.shape[-1]
     return Readout(S[:rank], *(np.stack(end) for end in ends))
-
-
-# -- the sphere (SPEC F) ---------------------------------------------------------------------------
 
 
 def angle(a: Tensor, b: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -103,11 +102,3 @@ def jackknife(
     error = np.sqrt(variance)
     reach = student.ppf(0.975, count - 1) * error
     return Interval(np.asarray(value), value - reach, value + reach, np.asarray(error))
-
-
-def paired(differences: np.ndarray) -> Interval:
-    """Mean of paired differences over the first axis, ± t_(n-1) sd / sqrt(n) (SPEC O.5)."""
-    n = len(differences)
-    mean, error = differences.mean(0), differences.std(0, ddof=1) / math.sqrt(n)
-    reach = student.ppf(0.975, n - 1) * error
-    return Interval(mean, mean - reach, mean + reach, error)

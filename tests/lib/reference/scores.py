@@ -7,7 +7,7 @@ after the norm, without gain and bias). Norm scales are those of the whole input
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -20,9 +20,6 @@ from tests.lib.reference.decoder import Decoder, Run
 Parts = Mapping[str, Tensor]
 Term = tuple[str, str]
 BIAS, ALIBI = "bias", "alibi"
-
-
-# -- parts of the stream ---------------------------------------------------------------------------
 
 
 def normed(decoder: Decoder, run: Run, layer: int) -> Tensor:
@@ -77,9 +74,6 @@ def by_block(written: Parts) -> dict[str, Tensor]:
     return joined
 
 
-# -- terms -----------------------------------------------------------------------------------------
-
-
 def projected(
     decoder: Decoder, run: Run, layer: int, which: str, parts: Parts, *, normalized: bool = False
 ) -> dict[str, Tensor]:
@@ -131,9 +125,6 @@ def split_values(
     return {name: torch.einsum("bhij,bjhe->bihe", p, v) for name, v in values.items()}
 
 
-# -- shares ----------------------------------------------------------------------------------------
-
-
 class Shares(NamedTuple):
     """By term: ``cs = sum X~ S~ / sum S~^2`` over rows centred on their allowed keys (SPEC C.4),
     and ``gs = sum (p - u) X / sum (p - u) S`` (SPEC N)."""
@@ -151,14 +142,6 @@ class Shares(NamedTuple):
             for term, value in share.items():
                 sums[-1][term[side]] = sums[-1].get(term[side], 0.0) + value
         return sums[0], sums[1]
-
-    def groups(self) -> dict[str, tuple[float, float]]:
-        """cs and gs of groups of terms."""
-        found: dict[str, tuple[float, float]] = {}
-        for term, value in self.cs.items():
-            cs, gs = found.get(group_of(term), (0.0, 0.0))
-            found[group_of(term)] = cs + value, gs + self.gs[term]
-        return found
 
 
 def shares(
@@ -200,9 +183,6 @@ def dropped_mass(pattern: Tensor, drop: int) -> Tensor:
     return pattern[:, :, drop:, :drop].sum(-1).mean((0, 2))
 
 
-# -- rotary planes ---------------------------------------------------------------------------------
-
-
 def plane_terms(decoder: Decoder, layer: int, q: Tensor, k: Tensor) -> Tensor:
     """``X^(m)[i, j] = scale sum_{e in plane m} q[i, e] k[j, e]`` of rotated queries and keys,
     ``[m b h i j]`` (SPEC L); plane m holds coordinates m and m + d_head / 2."""
@@ -211,16 +191,3 @@ def plane_terms(decoder: Decoder, layer: int, q: Tensor, k: Tensor) -> Tensor:
         pair = [m, m + half]
         planes.append(torch.einsum("bihe,bjhe->bhij", q[..., pair], k[..., pair]))
     return decoder.blocks[layer].score_scale * torch.stack(planes)
-
-
-def relative_kernel(decoder: Decoder, layer: int, mean: Tensor, offsets: Sequence[int]) -> Tensor:
-    """``kappa_m(D) = scale <R_D q, k>`` in plane m, with the projected mean (and constants) of a
-    normalised basis, ``[m h offset]`` (SPEC L)."""
-    block = decoder.blocks[layer]
-    x = mean * block.norm.gain + block.norm.bias
-    q = torch.einsum("d,rde->re", x, block.W_Q) + block.b_Q
-    k = block.by_head(torch.einsum("d,rde->re", x, block.W_K) + block.b_K, dim=0)
-    far = torch.tensor(list(offsets))
-    turned = decoder.rotate(q.expand(len(far), *q.shape), far)
-    at_zero = k.expand(1, 1, *k.shape)
-    return plane_terms(decoder, layer, turned.unsqueeze(0), at_zero)[:, 0, :, :, 0]

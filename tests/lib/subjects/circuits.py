@@ -171,9 +171,6 @@ def featured(f: Any) -> Answers:
     }
 
 
-# ---- calls
-
-
 def _prompt(w: World) -> torch.Tensor:
     return w.ids[:1, :8]
 
@@ -223,7 +220,6 @@ SUBJECTS = (
         name="trace_logit",
         covers=("trace_logit", "LogitGraph"),
         call=_trace,
-        reference=reference.trace,
         answers=graph,
         variants={
             "one target": {"keep": 1.0},
@@ -270,7 +266,6 @@ SUBJECTS = (
     ),
     Subject(
         name="mean_graph",
-        covers=("mean_graph",),
         call=_mean_of_graphs,
         answers=mean_graph,
         gauge={"*": KEPT},
@@ -287,7 +282,6 @@ SUBJECTS = (
     ),
     Subject(
         name="edge_scores",
-        covers=("edge_scores",),
         call=_edge_scores,
         reference=reference.edge_scores,
         answers=edges,
@@ -301,7 +295,6 @@ SUBJECTS = (
     ),
     Subject(
         name="faithfulness",
-        covers=("faithfulness",),
         call=faithfulness,
         reference=reference.faithfulness,
         answers=faithful,
@@ -313,16 +306,13 @@ SUBJECTS = (
         order={"metric": 1, "metric, *": 0},
         batches=(5,),
         seeds=("* of random circuits",),
-        drawn=("* of random circuits",),
     ),
     Subject(
         name="composition",
-        covers=("composition",),
         call=composition,
         answers=composed,
         variants={"writers": {}, "blocks": {"parts": "blocks"}, "last query": {"queries": -1}},
         seeds=("* of random directions",),
-        drawn=("* of random directions",),
         without={
             **dict.fromkeys(("order:bounds *", "order:* random *"), BLOCKS),
             "order:*another prompt": "another prompt is the next one",

@@ -14,7 +14,6 @@ from tl_geometry import decomposition
 
 BLOCKS = "groups are blocks of neighbouring contexts, and the jackknife leaves one out at a time"
 STATES = "states contain the directions that processing centres or folds away"
-SEVERAL = "bfloat16 rounds each state: only sums over many are near"
 NO_ORDER = "contexts that change places change groups"
 
 
@@ -165,7 +164,6 @@ SUBJECTS = (
     ),
     Subject(
         name="decompose_activations",
-        covers=("decompose_activations",),
         call=_own_activations,
         answers=basis,
         variants={"tensor": {}, "window": {"window": (1, 9)}},

@@ -204,7 +204,6 @@ def _samples(w: World, **options: Any) -> torch.Tensor:
 SUBJECTS = (
     Subject(
         name="trajectories",
-        covers=("trajectories",),
         call=lambda w, **o: tlg.trajectories(w.model, w.pilots, **QUIET, **o),
         reference=reference.trajectories,
         answers=trajectories,
@@ -217,7 +216,6 @@ SUBJECTS = (
     ),
     Subject(
         name="fit_aligned_bases",
-        covers=("fit_aligned_bases",),
         call=lambda w, **o: flow.fit_aligned_bases(w.all_states.X, **o),
         reference=reference.aligned,
         answers=aligned,
@@ -247,7 +245,6 @@ SUBJECTS = (
         answers=report,
         tolerance={"*kurtosis*": FOURTH, "held out: *": FITTED},
         seeds=("in sample: *", "held out: *", "error of *", "isotropy: *", "law.*"),
-        drawn=("*",),
         gauge={"*": STATES},
         without={"order:*": SPLIT, **EMPTY},
     ),
@@ -267,11 +264,9 @@ SUBJECTS = (
     ),
     Subject(
         name="skip_costs",
-        covers=("skip_costs",),
         call=skips,
         answers=skipped,
         seeds=("*",),
-        drawn=("*",),
         tolerance={"*": FITTED},
         batches=(7,),
         gauge={"*": STATES},
@@ -279,7 +274,6 @@ SUBJECTS = (
     ),
     Subject(
         name="fit_noise_law",
-        covers=("fit_noise_law",),
         call=lambda w, **o: flow.fit_noise_law(_log_variances(), **o),
         answers=law,
         variants={"asymptotic": {}, "increment": {"law": "increment"}},
@@ -287,7 +281,6 @@ SUBJECTS = (
     ),
     Subject(
         name="LangevinModel",
-        covers=("LangevinModel",),
         call=_langevin,
         answers=langevin,
         only={"*": lambda w: w.kind == "gpt2"},
@@ -299,7 +292,6 @@ SUBJECTS = (
         answers=sampled,
         only={"*": lambda w: w.kind == "gpt2"},
         seeds=("*",),
-        drawn=("*",),
     ),
     Subject(
         name="separability",
@@ -308,13 +300,11 @@ SUBJECTS = (
         answers=separated,
         variants={"plain": {}, "paired": {"paired": True}},
         seeds=("accuracy*",),
-        drawn=("*",),
         gauge={"*": STATES},
         without={"order:*": SPLIT},
     ),
     Subject(
         name="compare_ensembles",
-        covers=("compare_ensembles",),
         call=lambda w: flow.compare_ensembles(
             {"pilots": w.all_states, "some": w.all_states.pick(_some(w))}, k=4
         ),

@@ -17,9 +17,6 @@ from tl_geometry.measures import positional as shapes
 GAUGE = "the directions that processing removes are part of the matrix as it is"
 
 
-# ---- weights
-
-
 def column(table: Any, *names: str) -> torch.Tensor:
     """A column of a table, or several, one after another."""
     found = [torch.tensor(table.column(name), dtype=torch.float64) for name in names]
@@ -125,13 +122,11 @@ def _query_key(w: World, **options: Any) -> Any:
 WEIGHTS = (
     Subject(
         name="weight_geometry",
-        covers=("weight_geometry",),
         call=lambda w, **o: tlg.weight_geometry(w.model, w.basis, **given(o, draws=9, layers=[1])),
         answers=geometry,
         variants={"QK": {}, "OV": {"matrix": "OV"}, "of rank 3": {"rank": 3}},
         gauge={"*": STATES},
         seeds=("concentration by chance", "excess and lift", "p of *"),
-        drawn=("concentration by chance", "excess and lift", "p of *"),
         without={
             "order:*": NO_ORDER,
             "seeds:*/p of *": "p is the least that so many draws allow",
@@ -141,7 +136,6 @@ WEIGHTS = (
     ),
     Subject(
         name="token_readout",
-        covers=("token_readout",),
         call=_query_key,
         reference=reference.readout,
         answers=readout,
@@ -150,32 +144,24 @@ WEIGHTS = (
     ),
     Subject(
         name="bias_readout",
-        covers=("bias_readout",),
         call=biases,
-        answers=dict,
         only={"*": lambda w: w.kind in ("gpt2", "bloom", "embedded")},
         gauge={"*": GAUGE},
     ),
     Subject(
         name="embedding_distance_table",
-        covers=("embedding_distance_table",),
         call=lambda w: weights.embedding_distance_table(w.model),
         answers=distances,
         gauge={"*": GAUGE},
     ),
     Subject(
         name="noun_probe",
-        covers=("noun_probe",),
         call=nouns,
-        answers=dict,
         variants={"plain": {}, "without biases": {"biases": False}},
         only={"*": lambda w: w.kind != "gemma2"},  # a norm follows its attention
         gauge={"*": GAUGE},
     ),
 )
-
-
-# ---- measures
 
 
 NULLS = ("shuffled", "noise", "isotropic", "random", "flipped", "exchanged")
@@ -278,10 +264,8 @@ MEASURES = (
         covers=("positional_report", "measures.learning_curve"),
         call=positional,
         reference=reference.positional,
-        answers=dict,
         variants={"plain": {}, "bound of 5": {"k": 5, "frequencies": 6, "jackknife": False}},
         seeds=("* by chance *",),
-        drawn=("* by chance *", "measure.split_half"),
         gauge={"*": STATES},
         without={
             **{
@@ -293,14 +277,11 @@ MEASURES = (
     ),
     Subject(
         name="contextual_report",
-        covers=("contextual_report",),
         call=contextual,
         reference=reference.contextual,
-        answers=dict,
         variants={"plain": {}, "documents": {"labels": _documents}},
         tolerance={"*compactness*": (1e-4, "the inverse of a covariance of few contexts")},
         seeds=("* by chance (flipped)", "* by chance (exchanged)", "* by chance (shuffled)"),
-        drawn=("* by chance *",),
         gauge={"*": STATES},
         without={
             **{
@@ -310,7 +291,6 @@ MEASURES = (
     ),
     Subject(
         name="compare_bases",
-        covers=("compare_bases",),
         call=lambda w: measures.compare_bases(w.basis, tlg.decompose(w.model, w.fresh, **QUIET)),
         answers=comparison,
         gauge={"*": STATES},
@@ -321,7 +301,6 @@ MEASURES = (
     ),
     Subject(
         name="screenot",
-        covers=("screenot",),
         call=_screenot,
         answers=lambda r: {"rank": r.rank, "threshold": r.threshold, "bound": r.k},
         variants={"plain": {"k": 5}},
@@ -344,7 +323,6 @@ MEASURES = (
     ),
     Subject(
         name="smoothness",
-        covers=("smoothness",),
         call=lambda w: [measures.smoothness(_curves(w), m) for m in (1, 2)],
         reference=reference.smoothness,
         answers=lambda found: {"by first differences": found[0], "by second ones": found[1]},
@@ -358,9 +336,6 @@ MEASURES = (
         only={"*": lambda w: w.kind == "gpt2"},
     ),
 )
-
-
-# ---- sphere
 
 
 def paths(p: Any) -> Answers:
@@ -403,7 +378,6 @@ BY_TOKEN = {
 SPHERE = (
     Subject(
         name="token_paths",
-        covers=("token_paths",),
         call=lambda w: sphere.token_paths(w.model, w.ids, w.basis),
         reference=reference.token_paths,
         answers=paths,
@@ -412,7 +386,6 @@ SPHERE = (
     ),
     Subject(
         name="norm_geometry",
-        covers=("norm_geometry",),
         call=lambda w, **o: sphere.norm_geometry(**_inputs_of_norm() | o),
         answers=norm,
         variants={"LN": {}, "RMS": {"norm_type": "RMS"}},
@@ -421,7 +394,6 @@ SPHERE = (
     ),
     Subject(
         name="path_geometry",
-        covers=("path_geometry",),
         call=lambda w: sphere.path_geometry(w.stream().movedim(0, 2)),
         answers=lambda p: {n: getattr(p, n) for n in ("steps", "length", "net", "tortuosity")},
         order={"*": 0},

@@ -24,16 +24,17 @@ class Guard:
         self.world = world
 
     def __enter__(self) -> Guard:
-        self.before = _state(self.world)
+        self.before = state_of(self.world)
         return self
 
     def __exit__(self, *error: object) -> None:
-        after = _state(self.world)
+        after = state_of(self.world)
         keys = sorted(self.before.keys() | after.keys())
-        self.disturbed = tuple(k for k in keys if not _same(self.before.get(k), after.get(k)))
+        self.disturbed = tuple(k for k in keys if not same(self.before.get(k), after.get(k)))
 
 
-def _same(a: Any, b: Any) -> bool:
+def same(a: Any, b: Any) -> bool:
+    """Whether two such values are equal."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
     return type(a) is type(b) and bool(a == b)
@@ -49,7 +50,8 @@ def _parts(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, Tensor]]:
     return dict(model.named_modules()), tensors
 
 
-def _state(world: World) -> dict[str, Any]:
+def state_of(world: World) -> dict[str, Any]:
+    """What is to stay, by name."""
     model = world.model
     modules, tensors = _parts(model)
     found = {f"input {name}": tensor.clone() for name, tensor in world.inputs.tensors().items()}

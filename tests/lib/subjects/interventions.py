@@ -111,7 +111,6 @@ EDITS = (
             "remove random ones": {"mode": "remove", "planes": [0], "draw": 3},
         },
         only={"*": rotary},
-        drawn=("remove random ones/*", "swap/*"),
         **EDIT,
         without={"order:swap/*": ORDERED},
         real=("remove",),
@@ -134,7 +133,6 @@ EDITS = (
             "remove embedding": {"mode": "remove", "writer": "embed", "head": "L0H1"},
             "swap by another prompt": {"mode": "swap", "seed": 2},
         },
-        drawn=("swap by another prompt/*",),
         **EDIT,
         without={"order:swap by another prompt/*": ORDERED},
         real=("remove key",),
@@ -150,7 +148,6 @@ EDITS = (
             "two heads": {"by": "mean", "reference": True, "heads": lambda w: w.heads},
             "another prompt": {"by": "prompt"},
         },
-        drawn=("another prompt/*",),
         **EDIT,
         gauge={"zero/*": ZERO},
         without={"order:another prompt/*": ORDERED},
@@ -171,13 +168,9 @@ EDITS = (
             "diagonal": lambda w: not w.rotary,
             "random directions": lambda w: not w.rotary,
         },
-        drawn=("random directions/*",),
         **EDIT,
     ),
 )
-
-
-# ---- measurements
 
 
 def conditions(e: Any) -> Answers:
@@ -303,7 +296,6 @@ def _paths(w: World, *, controls: int = 0, receivers: Any = None, **options: Any
 RUNS = {"*": (1e-4, "a difference of two runs of the model, smaller than either")}
 NEAR_ZERO = "a difference of mean losses that is near zero"
 SMALL = {"necessity, *": (2e-3, NEAR_ZERO), **RUNS}
-BY_PROMPT = {"loss": 1, "effect by prompt": -1, "metric, clean": 0}
 
 EFFECTS = (
     Subject(
@@ -323,7 +315,6 @@ EFFECTS = (
         call=_edge_effects,
         answers=conditions,
         variants={"key": {}, "value": {"side": "value"}, "query": {"side": "query"}},
-        drawn=("loss", "change of loss, swap*"),
         tolerance=RUNS,
         gauge={"value/*": "processing moves the biases of values behind the heads"},
         order={"loss": 1},
@@ -345,7 +336,6 @@ EFFECTS = (
         order={"effect by prompt": 1, "metric, clean": 0},
         tolerance=RUNS,
         seeds=("effect of random sets", "effect beyond random sets*"),
-        drawn=("effect of random sets", "effect beyond random sets*"),
         gauge={"zero/*": ZERO},
         real=("difference",),
     ),
@@ -366,7 +356,6 @@ EFFECTS = (
         },
         order={"effect by prompt": -1, "metric, clean": 0},
         tolerance=RUNS,
-        drawn=("effect of random sets", "effect beyond random sets*"),
         real=("frozen between",),
     ),
     Subject(
@@ -374,7 +363,6 @@ EFFECTS = (
         covers=("effects",),
         call=_surrogates,
         answers=surrogates,
-        drawn=("loss",),
     ),
 )
 SUBJECTS = (*EDITS, *EFFECTS)

@@ -33,9 +33,6 @@ FAULT = 1.01
 Law = Callable[[Subject, str, World, Answers], None]
 
 
-# ---- comparisons
-
-
 def far(a: Any, b: Any, share: float) -> str | None:
     """How two answers differ by more than a share of the largest value, if they do."""
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
@@ -67,9 +64,6 @@ def require_near(
             wrong[key] = why
     told = "\n".join(f"{subject.name}/{key}: {why}" for key, why in sorted(wrong.items()))
     assert not wrong, f"{law}:\n{told}"
-
-
-# ---- laws
 
 
 def disturbs(subject: Subject, variant: str, found: tuple[str, ...]) -> None:

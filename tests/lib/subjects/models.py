@@ -108,14 +108,12 @@ def _untrained(w: World, **options: Any) -> Answers:
 MODELS = (
     Subject(
         name="check_model",
-        covers=("check_model",),
         call=lambda w: tlg.check_model(w.model),
         answers=verdicts,
         real=("plain",),
     ),
     Subject(
         name="view",
-        covers=("view",),
         call=lambda w: tlg.view(w.model),
         answers=seen,
         gauge=dict.fromkeys(("W_E", "W_U", "b_U", "gain *", "bias *"), LOADED),
@@ -137,7 +135,6 @@ MODELS = (
         name="output head",
         covers=("view",),
         call=output,
-        answers=lambda found: found,
         order={"log probabilities": 0},
         later={"log probabilities": 1},
         half=("log probabilities",),
@@ -160,11 +157,9 @@ MODELS = (
         name="untrained control",
         covers=("reinitialized",),
         call=_untrained,
-        answers=lambda found: found,
         variants={"init": {"seed": 2}, "shuffle": {"how": "shuffle"}, "block 1": {"blocks": [1]}},
         order={"log *": 0},
         seeds=("log *", "squares *"),
-        drawn=("log *", "squares *"),
         without={
             "seeds:shuffle/squares *": "shuffled weights have the same squares",
             "classes": "each class holds its parameters in other shapes and another order",
@@ -173,7 +168,6 @@ MODELS = (
     ),
     Subject(
         name="load",
-        covers=("load",),
         call=lambda w: models.load(EMBEDDED)(w.ids, return_type="logits"),
         answers=lambda logits: {"log probabilities": logits.double().log_softmax(-1)},
         only={"*": lambda w: w.kind == "embedded"},
@@ -216,9 +210,6 @@ MODELS = (
         real=("plain",),
     ),
 )
-
-
-# ---- corpus
 
 
 def windows(t: Any) -> Answers:
@@ -280,7 +271,6 @@ CORPUS = (
             "longer": {"length": 30},
         },
         seeds=(),
-        drawn=("some of them/*",),
         real=("one text",),
     ),
     Subject(
@@ -294,9 +284,7 @@ CORPUS = (
         covers=("corpus.splice",),
         call=lambda w, **o: corpus.splice(_known(w), **o),
         answers=windows,
-        variants={"plain": {}},
         seeds=("ids",),
-        drawn=("ids",),
         without={"order:*": "pieces are drawn by their place"},
     ),
     Subject(
@@ -306,7 +294,6 @@ CORPUS = (
         answers=windows,
         variants={"uniform": {}},
         seeds=("ids",),
-        drawn=("ids",),
         without={"order:*": "tokens are drawn by their place"},
     ),
     Subject(
@@ -324,7 +311,6 @@ CORPUS = (
         variants={"plain": {}, "with BOS": {"bos_id": 0}},
         only={"*": lambda w: w.kind == "gpt2"},
         seeds=("ids",),
-        drawn=("ids",),
     ),
     Subject(
         name="prompts with named positions",

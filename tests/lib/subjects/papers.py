@@ -49,7 +49,6 @@ SUBJECTS = (
         answers=ours,
         variants={"published": {}, "exact": {"quirks": ()}, "topics": {"topics": True}},
         only={"*": lambda w: w.kind in ("gpt2", "bloom", "embedded")},
-        drawn=("*",),
         gauge={"*": STATES},
         without={
             "order:*": "windows are drawn by their place",
@@ -63,7 +62,6 @@ SUBJECTS = (
         call=_sarfati,
         answers=ours,
         only={"*": lambda w: w.kind == "embedded"},  # three states are needed
-        drawn=("*",),
         gauge={"*": STATES},
     ),
     Subject(

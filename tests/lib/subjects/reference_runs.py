@@ -12,7 +12,6 @@ from torch import Tensor
 
 from tests.lib.reference import contrast, edits, flow, scores
 from tests.lib.reference.decoder import Hooks
-from tests.lib.reference.graph import Graph
 from tests.lib.subjects.reference_scores import Expected, basis_of, decoder, places, run_of, states
 from tests.lib.subjects.row import Answers
 from tests.lib.worlds import World
@@ -26,38 +25,6 @@ TERMS = {
     "pos-pos": [("pos", "pos")],
 }
 CHANGES = {"remove": edits.removing, "keep": edits.keeping, "mean": edits.averaging}
-
-
-# ---- circuits
-
-
-def trace(w: World, variant: str, answers: Answers) -> Expected:
-    """Values of all components, and what they move."""
-    (answer, other), model = w.targets[0], decoder(w.kind)
-    leaf = variant == "MLPs as leaves"
-    graph = Graph.of(
-        model,
-        w.ids[:1, :8],
-        answer,
-        other if variant == "against another" else None,
-        4 if variant == "inner position" else -1,
-        mlp_leaf=leaf,
-    )
-    parts = None
-    if variant == "basis":
-        parts = scores.position_parts(graph.run["state", 0], *basis_of(w, 0))
-    found: dict[str, Any] = {"value": graph.value}
-    heads = [[f"L{l}H{h}" for h in range(model.n_heads)] for l in range(model.n_layers)]
-    mlps = "MLPs, as leaves" if leaf else "MLPs"
-    for word, of in (("", graph.values(parts)), ("moved by ", graph.moved(parts))):
-        found[f"{word}heads"] = torch.stack([torch.stack([of[n] for n in row]) for row in heads])
-        found[f"{word}{'MLPs' if word else mlps}"] = torch.stack(
-            [of[f"mlp{l}"] for l in range(model.n_layers)]
-        )
-        found[f"{word}constants"] = of["constants"]
-        leaves = [name for name in of if name in graph.leaves(parts)]
-        found |= {f"{word or ''}leaf{'.' + name}": of[name] for name in leaves}
-    return found
 
 
 def between(w: World, variant: str, answers: Answers) -> Expected:
@@ -96,7 +63,7 @@ def _named(w: World, by_reader: Tensor, names: list[str]) -> Tensor:
 def edge_scores(w: World, variant: str, answers: Answers) -> Expected:
     """Mean over pairs of the sum over positions, and the metric."""
     if variant == "contrast":
-        return {}  # tests.laws.test_circuits compares it
+        return {}  # tests.laws.test_circuits_edges compares it
     steps = 3 if variant == "integrated" else None
     of = _edge_scores(w, w.prompts, w.prompts_other, w.answers, steps).sum(1)
     metric = edits.logit_difference(w.answers)
@@ -134,9 +101,6 @@ def faithfulness(w: World, variant: str, answers: Answers) -> Expected:
         kept.append(metric(run["logits", 0]))
     clean, other = (metric(run_of(w, n)["logits", 0]) for n in ("prompts", "prompts_other"))
     return {"metric": torch.stack(kept), "metric, clean": clean, "metric, counterfactual": other}
-
-
-# ---- edits
 
 
 def _said(w: World, hooks: Hooks) -> Expected:
@@ -228,9 +192,6 @@ def paths(w: World, variant: str, answers: Answers) -> Expected:
     }
 
 
-# ---- flow
-
-
 @cache
 def ensemble(w: World) -> np.ndarray:
     """Last-token trajectories of the pilots, the embedding's state too."""
@@ -268,7 +229,7 @@ def truncation(w: World, variant: str, answers: Answers) -> Expected:
     found = []
     for K in answers["directions"].astype(int):
         logits = flow.truncated(model, w.prompts, U, K)
-        found.append(flow.distances(logits, own).kl)
+        found.append(flow.divergence(logits, own))
     kl = torch.stack(found)
     error = kl.std(1) / kl.shape[1] ** 0.5
     return {"KL(truncated | own), mean and error": torch.stack([kl.mean(1), error])}

@@ -11,21 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.lib.double import double_hf
+from tests.lib.kinds import decoder
 from tests.lib.reference import geometry, moments, scores
-from tests.lib.reference.decoder import Decoder, Run
+from tests.lib.reference.decoder import Run
 from tests.lib.subjects.row import Answers
 from tests.lib.worlds import World
 
 Expected = Mapping[str, Any]
 WINDOW = 1
 """The first position of the default window."""
-
-
-@cache
-def decoder(kind: str) -> Decoder:
-    """The explicit decoder of a tiny kind."""
-    return Decoder.of(double_hf(kind))
+ENDS = ("_top", "_bottom")
 
 
 @cache
@@ -58,9 +53,6 @@ def places(heads: list[str]) -> list[tuple[int, int]]:
     return [(int(layer), int(head)) for layer, head in (h[1:].split("H") for h in heads)]
 
 
-# ---- decomposition
-
-
 def decompose(w: World, variant: str, answers: Answers) -> Expected:
     window = (4, 12) if variant == "window" else (WINDOW, w.corpus.shape[1])
     of = states(w, "corpus")
@@ -85,9 +77,6 @@ def anova(w: World, variant: str, answers: Answers) -> Expected:
     for part in ("total", "pos", "ctx", "resid"):
         found[f"variance.{part}"] = np.array([getattr(a, part) for a in of])
     return found
-
-
-# ---- scores
 
 
 def stream_parts(w: World, layer: int, variant: str) -> tuple[dict[str, Tensor], bool]:
@@ -210,18 +199,19 @@ def sweep(w: World, variant: str, answers: Answers) -> Expected:
     }
 
 
-# ---- weights, measures, sphere
-
-
 def readout(w: World, variant: str, answers: Answers) -> Expected:
-    """Singular values of dense W_QK (at offset 0) and W_OV."""
+    """Singular values of dense W_QK (at offset 0) and W_OV, and the tokens at the ends of their
+    directions."""
     if variant == "OV" and w.kind == "gemma2":
         return {}  # a norm follows W_OV
+    k = answers["ids at the left ends"].shape[-1]
     of = [
-        geometry.token_readout(decoder(w.kind), layer, head, variant).values
+        geometry.token_readout(decoder(w.kind), layer, head, variant, 3, k)
         for layer, head in places(answers["heads"])
     ]
-    return {"singular values": np.stack(of)}
+    ends = lambda side: [np.concatenate([getattr(r, side + end) for r in of]) for end in ENDS]
+    found = {f"ids at the {side} ends": np.stack(ends(side)) for side in ("left", "right")}
+    return found | {"singular values": np.stack([r.values for r in of])}
 
 
 def positional(w: World, variant: str, answers: Answers) -> Expected:
@@ -230,13 +220,23 @@ def positional(w: World, variant: str, answers: Answers) -> Expected:
     pos = [parts_of(w, state).pos for state in range(decoder(w.kind).n_layers + 1)]
     inside = [h[:, WINDOW:].numpy() for h in states(w, "corpus")]
     of = lambda f, rows=pos: np.array([f(x) for x in rows])
+    k = 5 if variant == "bound of 5" else (min(pos[0].shape) - 2) // 2
+    s = [np.linalg.svd(P, compute_uv=False) for P in pos]
+    rank, threshold = np.array([geometry.screenot(x, pos[0].shape, k) for x in s]).T
+    kept = [x[: int(r)] for x, r in zip(s, rank)]
     return {
+        "measure.rank": rank,
+        "measure.threshold": threshold,
+        "measure.explained": np.array([a.sum() / b.sum() for a, b in zip(kept, s)]),
+        "measure.explained_energy": np.array([a @ a / (b @ b) for a, b in zip(kept, s)]),
         "measure.stable_rank": of(geometry.stable_rank),
         "measure.low_frequency": of(lambda P: geometry.low_frequency_share(P, frequencies)),
+        "measure.off_diagonal": of(geometry.off_diagonal_share),
         "measure.smoothness": of(geometry.smoothness),
         "measure.smoothness_2": of(lambda P: geometry.smoothness(P, 2)),
         "measure.roughness": of(geometry.roughness),
         "measure.fracture": of(lambda P: geometry.fracture(P)[0]),
+        "measure.fracture_at": of(lambda P: WINDOW + geometry.fracture(P)[1]),
         "measure.relative_norm": of(geometry.relative_norm, inside),
         "measure.relative_norm_reference": of(
             lambda h: geometry.relative_norm(h, centred=False), inside
@@ -252,11 +252,18 @@ def contextual(w: World, variant: str, answers: Answers) -> Expected:
         f"measure.incoherence_{name}": np.array([getattr(c, name) for c in cosines])
         for name in ("max", "avg", "rms", "signed")
     }
+    overlap = [geometry.subspace_overlap(p.pos, p.ctx, 5) for p in parts]
+    found["measure.overlap"] = np.array(overlap)
     if variant == "documents":
         labels = [row[1] % 4 for row in w.corpus.tolist()]
         of = [geometry.cluster_similarity(p.ctx, labels) for p in parts]
         found |= {"measure.intra": np.array([x for x, _ in of])}
         found |= {"measure.inter": np.array([x for _, x in of])}
+        points = np.repeat(labels, w.corpus.shape[1] - WINDOW).tolist()
+        raw = [h[:, WINDOW:].numpy() for h in states(w, "corpus")]
+        for name, rows in (("raw", raw), ("cvec", [h - p.pos for h, p in zip(raw, parts)])):
+            flat = [geometry.compactness(h.reshape(-1, h.shape[-1]), points) for h in rows]
+            found[f"measure.compactness_{name}"] = np.array(flat)
     return found
 
 
@@ -271,5 +278,14 @@ def smoothness(w: World, variant: str, answers: Answers) -> Expected:
 def token_paths(w: World, variant: str, answers: Answers) -> Expected:
     """Angles along the paths of tokens."""
     of = geometry.token_paths(decoder(w.kind), run_of(w, "ids"), w.ids)
-    found = {"steps": of.steps, "length": of.length, "net": of.net, "rank of the token": of.rank}
+    run, norm = run_of(w, "ids"), decoder(w.kind).norm
+    updates: list[tuple[Tensor, Tensor, Tensor]] = []
+    layers = range(decoder(w.kind).n_layers)
+    for layer in layers:  # the MLP turns the stream that attention has added to
+        h, attention = run["state", layer], run["writes", layer].sum(0)
+        updates.append(geometry.update_split(norm, h, attention))
+        updates.append(geometry.update_split(norm, h + attention, run["mlp", layer]))
+    parts = dict(zip(("radial", "tangential", "turn"), map(torch.stack, zip(*updates))))
+    found = {name: part.unflatten(0, (-1, 2)).transpose(0, 1) for name, part in parts.items()}
+    found |= {"steps": of.steps, "length": of.length, "net": of.net, "rank of the token": of.rank}
     return found | {"angle to the token's own embedding": of.angle}

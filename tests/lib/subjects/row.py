@@ -30,10 +30,10 @@ Options = Mapping[str, Any]
 class Subject:
     """One public function, or one use of it.
 
-    ``covers`` are names of version 2 (:mod:`tests.lib.names`). ``call(world, **options)`` gives the
-    library's result, ``answers`` turns it into named quantities. ``variants`` are sets of options
-    by name; ``only`` says for which worlds a variant (or ``"*"``, all of them) exists, ``real``
-    which variants run on the real decoder too.
+    ``covers`` are names of version 2 (:mod:`tests.lib.names`), by default its own. ``call(world,
+    **options)`` gives the library's result, ``answers`` turns it into named quantities.
+    ``variants`` are sets of options by name; ``only`` says for which worlds a variant (or ``"*"``,
+    all of them) exists, ``real`` which variants run on the real decoder too.
 
     What laws need to know (:mod:`tests.tables.test_subjects`): ``order`` gives the axis of prompts
     of those quantities that have one; all others stay the same where prompts change places.
@@ -45,15 +45,14 @@ class Subject:
 
     ``without`` gives, by ``law`` or ``law:quantity``, the reason why a law does not apply;
     ``gauge`` the same for ``loaded``, what depends on how weights are loaded. ``tolerance`` gives
-    by quantity a tolerance of the record other than the usual, and the reason. ``drawn`` are
-    quantities that depend on how random numbers are drawn: a redesign that draws otherwise renews
-    them. A quantity is named by a pattern, with or without ``variant/`` before it.
+    by quantity a tolerance of the record other than the usual, and the reason. A quantity is named
+    by a pattern, with or without ``variant/`` before it.
     """
 
     name: str
-    covers: tuple[str, ...]
     call: Callable[..., Any]
-    answers: Callable[[Any], Answers]
+    covers: tuple[str, ...] = ()
+    answers: Callable[[Any], Answers] = lambda found: found
     variants: Mapping[str, Options] = field(default_factory=lambda: {"plain": {}})
     only: Mapping[str, Callable[[World], bool]] = field(default_factory=dict)
     real: tuple[str, ...] = ()
@@ -67,7 +66,6 @@ class Subject:
     gauge: Mapping[str, str] = field(default_factory=dict)
     without: Mapping[str, str] = field(default_factory=dict)
     tolerance: Mapping[str, tuple[float, str]] = field(default_factory=dict)
-    drawn: tuple[str, ...] = ()
     reference: Callable[[World, str, Answers], Mapping[str, Any]] | None = None
 
     def exists(self, world: World, variant: str) -> bool:
@@ -99,6 +97,11 @@ class Subject:
         return match(own, key) or match(more, key)
 
     @property
+    def covered(self) -> tuple[str, ...]:
+        """Names of version 2 that it is about."""
+        return self.covers or (self.name,)
+
+    @property
     def takes(self) -> frozenset[str]:
         """Options that its call names itself."""
         return frozenset(inspect.signature(self.call).parameters)
@@ -124,9 +127,6 @@ def plain(value: Any) -> Any:
     if array.dtype == object:
         raise TypeError(f"expected numbers or strings, got {value!r}")
     return array.astype(np.float64)
-
-
-# ---- words that many rows share
 
 
 def label(head: Any) -> str:

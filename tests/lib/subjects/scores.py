@@ -251,7 +251,6 @@ SUBJECTS = (
     ),
     Subject(
         name="split_values",
-        covers=("split_values",),
         call=lambda w, **o: tlg.split_values(
             w.model, w.ids, **given(o, basis=w.basis, heads=w.heads)
         ),
@@ -295,7 +294,6 @@ SUBJECTS = (
         answers=intervals,
         batches=(3,),
         seeds=("cs of position by chance*", "p of position*"),
-        drawn=("cs of position by chance*", "p of position*"),
         without={
             "seeds:plain/p of position*": "p is the least that so many draws allow",
             **dict.fromkeys(
@@ -334,7 +332,6 @@ SUBJECTS = (
     ),
     Subject(
         name="head_type_scores",
-        covers=("head_type_scores",),
         call=lambda w: scores.head_type_scores(w.split.pattern(), w.ids),
         answers=types_of_pattern,
     ),
@@ -347,7 +344,6 @@ SUBJECTS = (
     ),
     Subject(
         name="offset_profile",
-        covers=("offset_profile",),
         call=lambda w, **o: scores.offset_profile(
             tlg.split_scores(w.model, w.prompts, w.basis, heads=w.heads), **o
         ),

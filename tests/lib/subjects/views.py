@@ -27,21 +27,17 @@ Numbers = Iterable[Any]
 @dataclass(frozen=True, kw_only=True)
 class Shown:
     """A view: the result, how it is drawn, what is drawn beside the numbers of the result (``more``
-    of them), or why no number is looked for; and the numbers whose ``signs`` colour its bars."""
+    of them), or why no number is looked for."""
 
     result: Callable[[World], Any]
     draw: Callable[[Any], Any]
     more: Callable[[Any], Numbers] = lambda result: ()
     why: str = ""
-    signs: Callable[[Any], Any] | None = None
 
     def __call__(self, w: World) -> tuple[Any, Any]:
         """The result and its view."""
         result = self.result(w)
         return result, self.draw(result)
-
-
-# ---- what views compute from their results
 
 
 def cosines(basis: Any) -> Numbers:
@@ -106,9 +102,6 @@ def groups_of(split: Any) -> Numbers:
 def percent(result: Any) -> Numbers:
     """Kept edges in per cent of all."""
     yield from (100 * result.kept.double() / total for total in range(1, 400))
-
-
-# ---- the table
 
 
 def positional(w: World) -> Any:
@@ -190,8 +183,6 @@ VIEWS = {
     "attention_heads": Shown(result=lambda w: w.split, draw=render.attention_heads, more=groups_of),
     "induction": Shown(result=lambda w: w.graph, draw=render.induction),
 }
-
-# ---- rows of the subject table
 
 
 def said(shown: tuple[Any, Any]) -> Answers:

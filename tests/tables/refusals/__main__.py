@@ -4,6 +4,7 @@ what came of each as JSON. :mod:`tests.tables.test_refusals` judges."""
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
 import sys
@@ -14,16 +15,19 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import numpy as np
-import torch
-
 import tl_geometry as tlg
+from tests import probes
+from tests.lib.subjects.guard import same, state_of
 from tests.tables.refusals.row import Row, Scene
 from tests.tables.refusals.tables import ROWS
 
-SECONDS = 10.0
-"""Most processor time of a call: what takes longer hangs. A first figure imports matplotlib, which
-takes more than a second where calls are traced (:mod:`tests.mutate`)."""
+SECONDS = 10.0 if probes.NOTES in os.environ else 1.0
+"""Most processor time of a call: what takes longer hangs, or does something for nothing. Under the
+trace of ``tests.mutate`` all takes longer."""
+
+
+FREE = "warning filters"
+"""What libraries change when they are imported at a first call."""
 
 
 class HangsError(BaseException):
@@ -49,46 +53,21 @@ class Traces:
 
     def __init__(self, scene: Scene) -> None:
         self.worlds = (scene.w, scene.rotary)
-        # looked up once: to list the weights takes longer than to compare them
-        self.weights = {
-            f"{w.kind}: {name}": value
-            for w in self.worlds
-            for name, value in (*w.model.named_parameters(), *w.model.named_buffers())
-        }
-        self.modules = {w.kind: list(w.model.modules()) for w in self.worlds}
-        self.before = {name: _copied(value) for name, value in self._now().items()}
+        self.before = self._now()
 
     def left(self, folder: Path) -> list[str]:
         """Names of what has changed."""
-        now = self._now()
-        changed = [name for name in now if not _same(now[name], self.before[name])]
-        self.before |= {name: _copied(now[name]) for name in changed}
-        return changed + [path.name for path in folder.rglob("*.part")]
+        before, self.before = self.before, self._now()
+        changed = [
+            n for n in before.keys() | self.before if not same(before.get(n), self.before.get(n))
+        ]
+        return sorted(changed) + [path.name for path in folder.rglob("*.part")]
 
     def _now(self) -> dict[str, Any]:
-        numpy_state: Any = np.random.get_state()  # noqa: NPY002 (the global one, which is looked at)
-        found: dict[str, Any] = {
-            "generator of torch": torch.get_rng_state(),
-            "generator of numpy": numpy_state[1].tobytes(),
-            "generator of random": random.getstate(),
-            "default dtype": str(torch.get_default_dtype()),
-            "gradients": torch.is_grad_enabled(),
-        }
+        found: dict[str, Any] = {"generator of random": random.getstate()}
         for w in self.worlds:
-            points = w.model.hook_dict.values()
-            for name, value in w.inputs.tensors().items():
-                found[f"{w.kind}: input {name}"] = value
-            found[f"{w.kind}: hooks"] = str([len(p.fwd_hooks) + len(p.bwd_hooks) for p in points])
-            found[f"{w.kind}: training"] = str([m.training for m in self.modules[w.kind]])
-        return found | self.weights
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def _same(a: Any, b: Any) -> bool:
-    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+            found |= {f"{w.kind}: {name}": value for name, value in state_of(w).items()}
+        return {name: found[name] for name in found if not name.endswith(FREE)}
 
 
 def outcome(row: Row, folder: Path, traces: Traces) -> dict[str, Any]:

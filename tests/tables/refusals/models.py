@@ -49,15 +49,6 @@ def looked_at(model: Any) -> Any:
     return tlg.decompose(model, torch.arange(3, 43).view(4, 10), progress=False)
 
 
-def training(part: str = "") -> Any:
-    """A model of which the whole, or a part, is in training mode."""
-    model = fresh(attn_pdrop=0.1, resid_pdrop=0.1)
-    for name, module in model.named_modules():
-        if part in name:
-            module.train()
-    return model
-
-
 def quantised(s: Scene) -> Any:
     """A model with a layer of packed integers."""
     model = fresh()
@@ -74,31 +65,12 @@ def hooked(s: Scene, act: Callable[..., Any], name: str = "blocks.1.attn.hook_q"
         return tlg.split_scores(s.model, s.ids, s.w.basis, heads="L1H0")
 
 
-def changed_meanwhile(s: Scene, factor: float) -> Any:
-    """A decomposition between whose batches a weight is scaled."""
-    model = fresh()
-    weight = next(iter(model.parameters())).data
-
-    def batches() -> Any:
-        rows = torch.arange(3, 43).view(4, 10)
-        yield rows[:2]
-        weight.mul_(factor)
-        yield rows[2:]
-
-    return tlg.decompose(model, batches(), progress=False)
-
-
 def changed_after(s: Scene, factor: float) -> Any:
     """A split with a basis that was made before a weight was scaled."""
     model, ids = fresh(), torch.arange(3, 43).view(4, 10)
     basis = tlg.decompose(model, ids, progress=False)
     next(iter(model.parameters())).data.mul_(factor)
     return tlg.split_scores(model, ids, basis, heads="L1H0")
-
-
-def context(s: Scene, around: Any) -> Any:
-    with around:
-        return tlg.split_scores(s.model, s.ids, s.w.basis, heads="L1H0")
 
 
 def load(s: Scene, name: Any, **options: Any) -> Any:
@@ -128,12 +100,6 @@ GROUPS = (
         wrong=NO_MODEL,
     ),
     Group(
-        name="a view",
-        call=lambda s, model: tlg.view(model),
-        right={"a bridge": {"model": lambda s: s.model}},
-        wrong=NO_MODEL,
-    ),
-    Group(
         name="decompose of a model",
         call=lambda s, model: tlg.decompose(model, torch.arange(3, 43).view(4, 10), progress=False),
         right={"a bridge": {"model": lambda s: s.model}},
@@ -158,27 +124,6 @@ GROUPS = (
             },
             "quantised": ({"model": quantised}, "weights", UNSUPPORTED),
         },
-    ),
-    Group(
-        name="modes",
-        call=lambda s, model: looked_at(model),
-        right={"evaluation": {"model": lambda s: fresh()}},
-        wrong={
-            "training": ({"model": lambda s: training()}, "."),
-            "training of its dropout": ({"model": lambda s: training("drop")}, "."),
-        },
-    ),
-    Group(
-        name="autocast",
-        call=lambda s, on: context(s, torch.autocast("cpu", torch.bfloat16, enabled=on)),
-        right={"off": {"on": False}},
-        wrong={"on": ({"on": True}, ".")},
-    ),
-    Group(
-        name="weights that change under a pass",
-        call=changed_meanwhile,
-        right={"by nothing": {"factor": 1.0}},
-        wrong={"by half": ({"factor": 1.5}, ".")},
     ),
     Group(
         name="weights that change after the basis",
@@ -215,19 +160,18 @@ GROUPS = (
     Group(
         name="load",
         call=load,
-        right={"the embedded model's folder": {"name": lambda s: EMBEDDED}},
+        of="name",
+        about=".",
+        right={"the embedded model's folder": lambda s: EMBEDDED},
         wrong={
             "a model that is not there": ({"name": "gpt-99"}, "model|gpt-99"),
             "a folder that is not there": ({"name": "./nothing"}, "model"),
             "a folder without a model": ({"name": lambda s: s.folder}, "model"),
             "a dtype of integers": ({"name": "gpt2", "dtype": torch.int64}, "dtype"),
             "a device of no name": ({"name": "gpt2", "device": "toaster"}, "device"),
-            "a config that is no JSON": (
-                {"name": lambda s: folder(s, {"config.json": b"{"})},
-                ".",
-            ),
-            "a pickled model": ({"name": lambda s: folder(s, PICKLED)}, "."),
-            "a model with its own code": ({"name": lambda s: folder(s, OWN_CODE)}, "."),
+            "a config that is no JSON": lambda s: folder(s, {"config.json": b"{"}),
+            "a pickled model": lambda s: folder(s, PICKLED),
+            "a model with its own code": lambda s: folder(s, OWN_CODE),
         },
     ),
 )

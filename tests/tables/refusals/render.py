@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import tl_geometry as tlg
 from tests.tables.refusals.row import NOT_A_BASIS, Group, Options, Scene, Wrong
 from tl_geometry import render
 
@@ -81,17 +80,6 @@ GROUPS = (
         },
     ),
     Group(
-        name="curves of measures",
-        call=lambda s, names: render.measure_curves(
-            tlg.positional_report(s.w.basis, jackknife=False, nulls=False), names
-        ),
-        right={"two": {"names": ("stable_rank", "smoothness")}},
-        wrong={
-            "none": ({"names": ()}, "names"),
-            "of no name": ({"names": ("no",)}, "names|measure"),
-        },
-    ),
-    Group(
         name="shares of heads",
         call=lambda s, share: render.head_shares(s.w.sweep, share=share),
         right={"of covariance": {"share": "cs"}},
@@ -100,35 +88,12 @@ GROUPS = (
     Group(
         name="a figure in a file",
         call=lambda s, path: render.variance_shares(s.w.basis.anova()).save(path),
-        right={"PNG": {"path": lambda s: s.folder / "a.png"}},
+        of="path",
+        right={"PNG": lambda s: s.folder / "a.png"},
         wrong={
-            "of no kind": ({"path": lambda s: s.folder / "a.docx"}, "path"),
-            "without a kind": ({"path": lambda s: s.folder / "a"}, "path"),
-            "a number": ({"path": 3}, "path"),
+            "of no kind": lambda s: s.folder / "a.docx",
             "below a file": ({"path": lambda s: s.path("plain") / "a.html"}, "."),
         },
-    ),
-    Group(
-        name="a page in a file",
-        call=lambda s, path: render.split(s.w.split).save(path),
-        right={"HTML": {"path": lambda s: s.folder / "a.html"}},
-        wrong={
-            "of no kind": ({"path": lambda s: s.folder / "a.docx"}, "path"),
-            "an image": ({"path": lambda s: s.folder / "a.png"}, "path"),
-            "a number": ({"path": 3}, "path"),
-        },
-    ),
-    Group(
-        name="maps of attention",
-        call=lambda s, tokens: render.attention_heads(s.w.split, tokens),
-        right={"its own": {"tokens": None}},
-        wrong={"fewer tokens": ({"tokens": ["a"]}, "tokens")},
-    ),
-    Group(
-        name="the text of an induction head",
-        call=lambda s, head: render.induction(s.w.graph, head),
-        right={"a head": {"head": "L1H2"}},
-        wrong={"a head that the model lacks": ({"head": "L9H0"}, "head")},
     ),
     Group(
         name="the view of a result",

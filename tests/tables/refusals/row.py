@@ -99,29 +99,36 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Calls of one function: ``right`` and ``wrong`` options by name, added to ``base``. ``twin``
-    says where right input is tried, if not here."""
+    """Calls of one function: ``right`` and ``wrong`` options by name, added to ``base``. A row that
+    is no set of options is a value of the parameter ``of``, and where it is wrong the refusal is
+    ``about`` it (or what is said). ``twin`` says where right input is tried, if not here."""
 
     name: str
     call: Callable[..., Any]
-    right: Mapping[str, Options]
-    wrong: Mapping[str, Wrong]
+    right: Mapping[str, Any]
+    wrong: Mapping[str, Any]
     holds: Callable[[Scene, Any], bool] = taken
     twin: str = ""
+    of: str = ""
+    about: str = ""
     base: Options = field(default_factory=dict)
 
     def rows(self) -> Iterator[Row]:
         for name, options in self.right.items():
             yield Row(name=f"{self.name}: {name}", call=self._made(options), holds=self.holds)
-        for name, (options, what, *more) in self.wrong.items():
+        for name, given in self.wrong.items():
+            named = isinstance(given, tuple) and isinstance(given[0], Mapping)
+            options, what, *more = given if named else (given, self.about or self.of)
             row = Row(name=f"{self.name}: {name}", call=self._made(options), what=what)
             for each in more:
                 row = replace(row, **{"today" if isinstance(each, str) else "error": each})
             yield row
 
-    def _made(self, options: Options) -> Callable[[Scene], Any]:
+    def _made(self, options: Any) -> Callable[[Scene], Any]:
+        changed = options if isinstance(options, Mapping) else {self.of: options}
+
         def call(scene: Scene) -> Any:
-            given = {**self.base, **options}
+            given = {**self.base, **changed}
             values = {k: v(scene) if callable(v) else v for k, v in given.items()}
             return self.call(scene, **values)
 

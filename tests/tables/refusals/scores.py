@@ -53,6 +53,7 @@ GROUPS = (
     Group(
         name="split_scores",
         call=split,
+        of="cache",
         right={
             "one head": {},
             "several heads": {"heads": ["L0H1", (1, 2)]},
@@ -61,7 +62,7 @@ GROUPS = (
             "writers": {"parts": "writers", "basis": None},
             "own parts": {"parts": own_parts, "basis": None},
             "a text": {"tokens": "def f(x):", "prepend_bos": True},
-            "a cache": {"cache": lambda s: s.w.cache},
+            "a cache": lambda s: s.w.cache,
         },
         wrong={
             **BASES,
@@ -93,30 +94,22 @@ GROUPS = (
                 {"parts": lambda s: own_parts(s, bias=lambda h: h), "basis": None},
                 "parts",
             ),
-            "no own parts": ({"parts": {}, "basis": None}, "parts"),
-            "a cache of other tokens": (
-                {"cache": lambda s: s.model.run_with_cache(s.w.other)[1]},
-                "cache",
-            ),
-            "a cache of fewer hooks": (
-                {"cache": lambda s: {"blocks.1.hook_resid_pre": s.w.stream()[1]}},
-                "cache",
-            ),
-            "a number as a cache": ({"cache": 42}, "cache"),
+            "a cache of other tokens": lambda s: s.model.run_with_cache(s.w.other)[1],
+            "a cache of fewer hooks": lambda s: {"blocks.1.hook_resid_pre": s.w.stream()[1]},
         },
     ),
     Group(
         name="what a split is asked for",
         call=lambda s, ask: ask(s.w.split),
+        of="ask",
+        about="terms",
         right={
-            "a term": {"ask": lambda s: lambda split: split.terms["pos", "cvec"]},
-            "its name": {"ask": lambda s: lambda split: split.terms["pos-cvec"]},
-            "shares": {"ask": lambda s: lambda split: split.shares(drop=2)},
+            "a term": lambda s: lambda split: split.terms["pos", "cvec"],
+            "its name": lambda s: lambda split: split.terms["pos-cvec"],
+            "shares": lambda s: lambda split: split.shares(drop=2),
         },
         wrong={
-            "no term": ({"ask": lambda s: lambda split: split.terms["pos-no"]}, "terms"),
-            "three parts": ({"ask": lambda s: lambda split: split.terms["a", "b", "c"]}, "terms"),
-            "a number": ({"ask": lambda s: lambda split: split.terms[0]}, "terms"),
+            "no term": lambda s: lambda split: split.terms["pos-no"],
             "shares of nothing": ({"ask": lambda s: lambda split: split.shares(drop=99)}, "drop"),
             "shares from before": ({"ask": lambda s: lambda split: split.shares(drop=-1)}, "drop"),
         },
@@ -152,25 +145,21 @@ GROUPS = (
                 "parts",
             ),
             "a layer beyond": ({"layers": 99}, "layers"),
-            "a layer below zero": ({"layers": -1}, "layers"),
             "a batch of none": ({"batch_size": 0}, "batch_size"),
-            "half a batch": ({"batch_size": 1.5}, "batch_size"),
         },
     ),
     Group(
         name="what a sweep is asked for",
         call=lambda s, ask: ask(s.w.sweep),
+        of="ask",
+        about="column",
         right={
-            "the first three": {"ask": lambda s: lambda table: table.top("induction", 3)},
-            "all of them": {"ask": lambda s: lambda table: table.top("induction", 10_000)},
+            "the first three": lambda s: lambda table: table.top("induction", 3),
+            "all of them": lambda s: lambda table: table.top("induction", 10_000),
         },
         wrong={
-            "no column": ({"ask": lambda s: lambda table: table.top("nothing")}, "column"),
-            "a label": ({"ask": lambda s: lambda table: table.top("dominant_group")}, "column"),
-            "None": ({"ask": lambda s: lambda table: table.top(None)}, "column"),
-            "a number": ({"ask": lambda s: lambda table: table.top(3)}, "column"),
+            "no column": lambda s: lambda table: table.top("nothing"),
             "none of them": ({"ask": lambda s: lambda table: table.top("induction", 0)}, "^n$"),
-            "below none": ({"ask": lambda s: lambda table: table.top("induction", -1)}, "^n$"),
             "planes without them": ({"ask": lambda s: lambda table: table.planes()}, "planes"),
             "LaTeX of no column": (
                 {"ask": lambda s: lambda table: table.to_latex(["nothing"])},
@@ -181,11 +170,12 @@ GROUPS = (
     Group(
         name="planes of a split",
         call=lambda s, planes: s.rotary.split.on_planes(planes),
-        right={"one": {"planes": 0}, "two": {"planes": [0, 3]}},
+        of="planes",
+        right={"one": 0, "two": [0, 3]},
         wrong={
-            "beyond the last": ({"planes": 99}, "planes"),
-            "below zero": ({"planes": -1}, "planes"),
-            "a band of no name": ({"planes": "fast"}, "planes"),
+            "beyond the last": 99,
+            "below zero": -1,
+            "a band of no name": "fast",
         },
     ),
     Group(
