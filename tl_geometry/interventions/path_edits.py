@@ -35,7 +35,7 @@ from tl_geometry.models.edits import (
 from tl_geometry.models.mlp import live_mlp
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
-from tl_geometry.models.reader import as_view
+from tl_geometry.models.reader import known_view
 from tl_geometry.models.write_spec import attention_output, by_head, require_decoder, writing_of
 
 Stream = Callable[
@@ -120,7 +120,7 @@ def path(
     >>> with tlg.interventions.path(model, "L0H3", ["L1H2<q>", "mlp1"], by="zero") as edit:
     ...     logits = model(tlg.zoo.default_windows(model, 16, n=2).tokens)
     """
-    view = as_view(model)
+    view = known_view(model)
     require_decoder(view, f"paths of {view.name}")
     checks.choice(by, BY, "by")
     chosen = checks.heads(senders, view.n_layers, view.n_heads)

@@ -156,14 +156,15 @@ as_view = view
 
 
 def known_view(model: Any) -> ModelView:
-    """The view of a model for what reads text, which weights do not touch: a view that is given is
-    not compared with the weights again, only its special tokens are those of the tokenizer now."""
+    """The view of a model for what reads text, which weights do not touch, and for edits, which
+    compare them when they are used: a view that is given is not compared with the weights again,
+    only its special tokens are those of the tokenizer now."""
     if not isinstance(model, ModelView):
         return view(model)
     return replace(model, **_special_tokens(model._model))
 
 
-def _special_tokens(model: Any) -> dict[str, int | None]:
+def _special_tokens(model: Any) -> dict[str, Any]:
     """The ids of the tokens that begin a text and that pad one."""
     tokenizer = part(model, "tokenizer")
     cls, bos, pad = (getattr(tokenizer, f"{n}_token_id", None) for n in ("cls", "bos", "pad"))
