@@ -361,9 +361,6 @@ def test_texts_and_ids_are_one_thing(model: Any) -> None:
         assert len(prompts(model, one)) == 1
     assert prompts(model, ROWS).tokens.tolist() == ROWS.tolist()
     assert as_tokens(model, prompts(model, ROWS)).tokens.tolist() == ROWS.tolist()
-    for nothing in ([], "", ["w4", ""], 3, None):
-        call = lambda nothing=nothing: prompts(model, nothing, prepend_bos=False)
-        assert refused(call).what in ("texts", "tokens", "prepend_bos")
 
 
 @pytest.mark.parametrize(
@@ -456,9 +453,6 @@ def test_repeated_tokens_are_copies_of_distinct_ones() -> None:
         assert bool((rows[:, :8].sort(1).values.diff(dim=1) > 0).all())
         assert set(rows.flatten().tolist()) == set(range(low, high))
     assert repeated_random_tokens(2, 2, 3, bos_id=7)[:, 0].tolist() == [7] * 3
-    for sizes in ((0, 1, 1), (1, 0, 1), (1, 1, 0)):
-        assert refused(lambda sizes=sizes: repeated_random_tokens(*sizes))
-    assert refused(lambda: repeated_random_tokens(4, low=3, high=6)).what == "low, high"
 
 
 @given(length=st.sampled_from([5, 12, 33]), bos=st.booleans(), seed=st.integers(0, 9))

@@ -114,21 +114,6 @@ def test_sums_of_squares_are_those_of_whole_arrays(
     assert close(shares, torch.ones(2, dtype=torch.float64))
 
 
-def test_additive_data_has_its_parts_and_no_rest() -> None:
-    h, known = additive(7, 5, 4)
-    basis = decompose_activations(h)
-    parts = basis.transform(h)
-    for name, value in known.items():
-        assert close(getattr(parts, name), value)
-    again = decompose_activations((parts.mean + parts.pos).expand(7, 5, 4))
-    assert close(again.pos, basis.pos)
-    assert ctx_of(again).abs().max() < 1e-12
-    table = basis.anova()
-    assert table.resid[0] < 1e-9 * table.total[0]
-    noisy = decompose_activations(additive(7, 5, 4, noise=1.0)[0]).anova()
-    assert noisy.resid[0] > 0.1 * noisy.total[0]  # the twin: with noise there is one
-
-
 def test_positions_outside_of_the_window_have_a_vector() -> None:
     h = random_states(2, 6, 7, 3)
     basis = decompose_activations(h, window=(2, 6))
