@@ -17,7 +17,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from tl_geometry.base.checks import describe, holds_integers, whole
-from tl_geometry.base.errors import require
+from tl_geometry.base.errors import fail, require
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows, begins_with_bos
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
@@ -155,19 +155,20 @@ def encoded(view: ModelView, text: str) -> list[int]:
 def id_rows(tokens: Any) -> list[Int[Tensor, " _"]]:
     """Rows of ids in any form but text, copied: a tensor, an array, lists, or an iterable of
     these."""
-    given, expected, got = tokens, "integer ids in rows, or texts", describe(tokens)
+    given, rows = tokens, list[Tensor]()
     row = isinstance(given, list | tuple) and len(given) > 0 and whole(given[0]) is not None
     if row or isinstance(given, np.ndarray):
         array = np.asarray(given)
         plain = array.dtype.kind in "iu" and not isinstance(given, np.ma.MaskedArray)
         given = torch.from_numpy(array.astype(np.int64)) if plain else torch.empty(0)
     if isinstance(given, Tensor):
-        fits = holds_integers(given) and given.dim() in (1, 2) and given.numel() > 0
-        require(fits, "tokens", expected=expected, got=got, instead=UNEQUAL)
-        return list(torch.atleast_2d(given).to("cpu", torch.int64, copy=True))
-    several = isinstance(given, Iterable) and not isinstance(given, str | bytes | Mapping)
-    rows = [row for item in given for row in id_rows(item)] if several else []
-    require(rows, "tokens", expected=expected, got=got, instead=UNEQUAL)
+        if holds_integers(given) and given.dim() in (1, 2) and given.numel() > 0:
+            rows = list(torch.atleast_2d(given).to("cpu", torch.int64, copy=True))
+    elif isinstance(given, Iterable) and not isinstance(given, str | bytes | Mapping):
+        rows = [row for item in given for row in id_rows(item)]
+    if not rows:
+        expected, got = "integer ids in rows, or texts", describe(tokens)
+        fail("tokens", expected=expected, got=got, instead=UNEQUAL)
     return rows
 
 
