@@ -14,9 +14,9 @@ import tl_geometry as tlg
 from benchmarks.harness import Row, child, grown, interleave, paired
 from tl_geometry.models import from_hf
 
-SIZES = {"smoke": (2, 64, 32, 8), "cpu": (12, 768, 256, 64), "gpu": (12, 768, 512, 512)}
+SIZES = {"smoke": (2, 64, 32, 8), "cpu": (12, 768, 256, 32), "gpu": (12, 768, 512, 512)}
 """Layers, d_model, length, contexts."""
-ROUNDS = {"smoke": 1, "cpu": 7, "gpu": 9}
+ROUNDS = {"smoke": 1, "cpu": 5, "gpu": 9}
 EAGER, SDPA = "transformers, eager", "transformers, SDPA"
 """What every pass is compared with. TransformerLens hooks the patterns of the first."""
 
