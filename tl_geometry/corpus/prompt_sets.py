@@ -130,8 +130,10 @@ def prompts(
         prepend_bos: whether texts begin with BOS; ``None`` takes the model's own default. A text
             that begins with the BOS string, as chat templates give it, gets no second one.
 
-    Raises ``GeometryError`` with the number of the prompt at fault: an answer of several tokens
-    (it says which), a counterfactual of another length, a position that is not there.
+    ``flags`` of the result count copies, BOS tokens after position 0, and single padding tokens at
+    the ends of prompts. Raises ``GeometryError`` with the number of the prompt at fault: an answer
+    of several tokens (it says which), a counterfactual of another length, a position that is not
+    there; and for prompts that begin or end with two or more padding tokens.
 
     >>> import tl_geometry as tlg
     >>> found = prompts(
