@@ -361,9 +361,6 @@ def test_texts_and_ids_are_one_thing(model: Any) -> None:
         assert len(prompts(model, one)) == 1
     assert prompts(model, ROWS).tokens.tolist() == ROWS.tolist()
     assert as_tokens(model, prompts(model, ROWS)).tokens.tolist() == ROWS.tolist()
-    for nothing in ([], "", ["w4", ""], 3, None):
-        call = lambda nothing=nothing: prompts(model, nothing, prepend_bos=False)
-        assert refused(call).what in ("texts", "tokens", "prepend_bos")
 
 
 @pytest.mark.parametrize(
@@ -427,7 +424,7 @@ def test_the_prompt_at_fault_is_named(model: Any, embedded: Any) -> None:
     assert prompts(model, two, positions={"x": 1}, prepend_bos=True).at("x").tolist() == [1, 1]
     pieces = refused(lambda: prompts(embedded, "def f", answers=" self.x"))
     assert "' self', '.x'" in str(pieces) or "' self', '.', 'x'" in str(pieces)
-    assert prompts(model, ["w4", "w5", "w4"]).flags == ("1 of 3 prompts are copies of others",)
+    assert prompts(model, ["w4", "w5", "w4"]).flags == ("1 of 3 contexts are copies of others",)
     assert isinstance(prompts(model, ["w4"])[0], Prompts)
 
 
@@ -456,9 +453,6 @@ def test_repeated_tokens_are_copies_of_distinct_ones() -> None:
         assert bool((rows[:, :8].sort(1).values.diff(dim=1) > 0).all())
         assert set(rows.flatten().tolist()) == set(range(low, high))
     assert repeated_random_tokens(2, 2, 3, bos_id=7)[:, 0].tolist() == [7] * 3
-    for sizes in ((0, 1, 1), (1, 0, 1), (1, 1, 0)):
-        assert refused(lambda sizes=sizes: repeated_random_tokens(*sizes))
-    assert refused(lambda: repeated_random_tokens(4, low=3, high=6)).what == "low, high"
 
 
 @given(length=st.sampled_from([5, 12, 33]), bos=st.booleans(), seed=st.integers(0, 9))
