@@ -34,7 +34,7 @@ from tl_geometry.base.errors import require
 from tl_geometry.base.tables import Table
 from tl_geometry.models.rotary import RotaryPlanes
 from tl_geometry.scores.labels import dominant
-from tl_geometry.scores.terms import TermResult
+from tl_geometry.scores.terms import Guarded, TermResult
 
 NEAR = 16
 """The longest wavelength, in tokens, of the band ``near``."""
@@ -70,7 +70,7 @@ def is_band(planes: PlanesLike) -> TypeGuard[Band]:
 
 
 @dataclass(frozen=True, eq=False)
-class HeadPlanes:
+class HeadPlanes(Guarded):
     """The planes of some heads in prompts of ``length`` tokens: the number of the ``plane`` of each
     coordinate, and the frequency ``theta`` of each plane in radians per token. Coordinates that are
     not rotated are one plane of frequency zero; ``theta`` is NaN where a head has fewer planes than

@@ -121,15 +121,10 @@ class ShareTable(TermResult):
         member = [[group_of(term) == group for group in self.groups] for term in self.terms]
         return values @ torch.tensor(member).reshape(len(self.terms), -1).to(values)
 
-    @property
-    def group_cs(self) -> Float[Tensor, "head group"]:
-        """Covariance shares of the groups, in the order of :attr:`groups`."""
-        return self._summed(self.cs, "group")
-
-    @property
-    def group_gs(self) -> Float[Tensor, "head group"]:
-        """Gain shares of the groups."""
-        return self._summed(self.gs, "group")
+    def share(self, share: str = "cs", by: str = "group") -> Float[Tensor, "head name"]:
+        """Covariance (``"cs"``) or gain (``"gs"``) shares of the groups, or with ``"term"`` of the
+        terms, in the order of :meth:`names`."""
+        return self._summed(vars(self)[choice(share, SHARES, "share")], by)
 
     def interval(self, share: str = "cs", by: str = "group") -> Interval | None:
         """Shares ``[head group]`` (or ``[head term]``) corrected for the bias of an estimated
@@ -152,9 +147,8 @@ class ShareTable(TermResult):
 
     def dominant_by(self, by: str) -> Dominant:
         """Label of each head, by term or by group."""
-        names = self.names(by)
-        certain: list[Tensor] = []
-        shares = [self._summed(getattr(self, share), by) for share in SHARES]
+        names, certain = self.names(by), list[Tensor]()
+        shares = [self.share(share, by) for share in SHARES]
         if self.samples and len(names) > 1:
             samples = [self._summed(self.samples[share], by) for share in SHARES]
             certain = [self._leads(*pair) for pair in zip(shares, samples, strict=True)]
@@ -169,17 +163,6 @@ class ShareTable(TermResult):
             2, order[:, None, :2].expand(-1, samples.shape[1], -1)
         ).unbind(2)
         return self._jackknife(first - second).low > 0
-
-    @property
-    def by_term(self) -> Dominant:
-        """Dominant term of each head; ``"unclear"`` where none is, ``"uniform"`` where there is
-        nothing to explain."""
-        return self.dominant_by("term")
-
-    @property
-    def by_group(self) -> Dominant:
-        """Dominant group of each head; ``"unclear"`` where none is."""
-        return self.dominant_by("group")
 
     def planes(self) -> PlaneTable:
         """Shares of each rotary plane, by term: which frequencies carry the scores.
@@ -222,11 +205,12 @@ class ShareTable(TermResult):
 
     def rows(self) -> Sequence[Sequence[object]]:
         rows: list[list[Sequence[object]]] = [[] for _ in self.heads]
+        ends = torch.stack([self.dropped_mass, self.total], 1).tolist()
         for by in filter(self.names, LEVELS):
             best = self.dominant_by(by)
             numbers: list[Tensor] = []
             for share in SHARES:
-                numbers += [self._summed(getattr(self, share), by)]
+                numbers += [self.share(share, by)]
                 numbers += (self.interval(share, by) or ())[:3]
             for n, name in enumerate(self.names(by)):
                 # columns "term" and "group": a row has one of them
@@ -235,8 +219,7 @@ class ShareTable(TermResult):
                     values = [float(x[h, n]) for x in numbers]
                     margins = float(best.margin[h]), float(best.gain_margin[h])
                     label = (best.labels[h] == name, *margins, best.flags[h])
-                    ends = float(self.dropped_mass[h]), float(self.total[h])
-                    rows[h].append((*head, *named, *values, *label, *ends))
+                    rows[h].append((*head, *named, *values, *label, *ends[h]))
         return [row for of_head in rows for row in of_head]
 
 
@@ -267,10 +250,6 @@ class SweepTable(ShareTable):
     type_errors: Mapping[str, Float[Tensor, " head"]]
     nulls: Mapping[str, Float[Tensor, " head"]] = field(default_factory=dict)
 
-    def shares(self) -> ShareTable:
-        """The same shares as one row per head and term."""
-        return ShareTable(**{f.name: getattr(self, f.name) for f in dataclasses.fields(ShareTable)})
-
     def columns(self) -> Sequence[str]:
         return list(self._cells())
 
@@ -289,7 +268,7 @@ class SweepTable(ShareTable):
             cells |= {name: self.types[name], f"{name}_se": self.type_errors[name]}
             cells[f"{name}_uniform"] = [self.baselines[name]] * len(self.heads)
         for share in SHARES:
-            values = torch.cat([getattr(self, f"group_{share}"), getattr(self, share)], 1)
+            values = torch.cat([self.share(share, by) for by in ("group", "term")], 1)
             names = [f"{share}_{name}" for name in (*self.groups, *self.terms)]
             cells |= dict(zip(names, values.unbind(1), strict=True))
         for share in SHARES:

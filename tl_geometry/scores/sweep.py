@@ -101,8 +101,7 @@ def sweep_heads(
         batch_size: contexts of one batch.
         prepend_bos: whether strings get the BOS token; with text only.
 
-    Returns a :class:`SweepTable`, one row per head: ``.to_dataframe()``, ``.top("induction", 10)``,
-    ``.shares()``.
+    Returns a :class:`SweepTable`, one row per head: ``.to_dataframe()``, ``.top("induction", 10)``.
 
     Raises ``ReconstructionError`` where the split does not reproduce the model's own queries, keys,
     scores and patterns (checked on one context of every batch), ``GeometryError`` for a basis of

@@ -1,5 +1,5 @@
 """What does each source part (position, context, a writer) make a head write into the stream? The
-public function ``split_values``; circuits take :func:`trained_head` from here.
+public function ``split_values``.
 
 With the pattern and the norm scale s frozen, the mixed value of a head is linear in the parts p_a
 of its layer's input,
@@ -34,7 +34,6 @@ from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
-from tl_geometry.models.output_head import OutputHead
 from tl_geometry.models.reconstruction import (
     Check,
     ReconstructionReport,
@@ -45,10 +44,11 @@ from tl_geometry.models.reconstruction import (
 from tl_geometry.models.writers import Written
 from tl_geometry.scores.families import Family, UserParts
 from tl_geometry.scores.splitter import Asked
+from tl_geometry.scores.terms import Guarded
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class ValueSplit(Result):
+class ValueSplit(Guarded, Result):
     """Outputs of some heads as sums over source parts.
 
     ``z[part]`` is the mixed value of each head before W_O; :meth:`output` is its write into the
@@ -67,8 +67,9 @@ class ValueSplit(Result):
     def output(self, part: str | None = None) -> Float[Tensor, "batch position head d_model"]:
         """What each head writes into the stream from one source part (``None``: from all of them,
         the head's whole output)."""
-        z = self.z.sum(0) if part is None else self.z[self._row(part)]
-        return einsum(z, self.W_O, "batch position head e, head e d -> batch position head d")
+        z, W_O = (vars(self)[name] for name in ("z", "W_O"))
+        z = z.sum(0) if part is None else z[self._row(part)]
+        return einsum(z, W_O, "batch position head e, head e d -> batch position head d")
 
     def _row(self, part: str) -> int:
         return self.parts.index(checks.choice(part, self.parts, "part"))
@@ -158,14 +159,3 @@ def _of_layer(
         W_O=view.weights(layer.layer).W_O[heads].to(layer.h).cpu(),
         checks=tuple(compared),
     )
-
-
-def trained_head(view: ModelView, *, instead: str) -> OutputHead:
-    """The output head of a model whose logits are a norm and a trained linear map of the last
-    state; refuses other models. ``instead`` is what the error recommends."""
-    head, expected = view.output_head() if view.head_trained else None, "a norm and a linear map"
-    if head is None:
-        got = f"the output head of {view.class_name}" if view.head_trained else "a new output head"
-        what, error = f"logits of {view.name}", UnsupportedModelError
-        fail(what, expected=f"{expected}, trained", got=got, instead=instead, error=error)
-    return head
