@@ -142,7 +142,7 @@ def parts_of(layer: LayerView, mean: Tensor, pos: Tensor) -> ProjectedParts:
     parts = [x.expand_as(layer.h).float() for x in (mean, pos)]
     parts.append(layer.h - parts[0] - parts[1])
     stacked = torch.stack(parts)
-    return ProjectedParts(layer.q_map(stacked) * layer.scale, layer.k_map(stacked))
+    return ProjectedParts(layer.mapped(stacked, "q") * layer.scale, layer.mapped(stacked, "k"))
 
 
 @cache

@@ -233,7 +233,7 @@ def gibberish(
     torch.Size([4, 10])
     """
     view, generator = as_view(model), torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, view.d_vocab, (n, length), generator=generator)
+    tokens = torch.randint(0, view.vocabulary_size, (n, length), generator=generator)
     bos = bos_to_prepend(view, prepend_bos)
     if bos is not None:
         tokens[:, 0] = bos

@@ -147,6 +147,10 @@ class Attention:
             x = self.qk_norm.centre(x) * self.qk_norm.gain[which]
         return x if self.turn is None else rotate(x, *self.turn)
 
+    def mapped(self, parts: Stream, which: str) -> Heads:
+        """Queries, keys or values of additive parts, without scale and constant."""
+        return self.turned(self.projected(parts, which), which)
+
     def raw(self, h: Stream, which: str) -> Heads:
         """Query, key or value before QK-norm and rotation, as ``hook_q``, ``hook_k``, ``hook_v``
         hold it."""

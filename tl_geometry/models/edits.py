@@ -184,9 +184,9 @@ def _running(
     require(fits, what, expected=WHOLE, got=f"positions {lengths}", instead="model(tokens)")
     layer = view.layer(at, seen, verify=False)
     run = RunningHeads(layer, heads)
-    for which, project in (("q", layer.project_q), ("k", layer.project_k)):
+    for which in "qk":
         with torch.no_grad():
-            own = project(layer.h) + getattr(layer, f"{which}_constant")
+            own = layer.project(layer.h, which) + getattr(layer, f"{which}_constant")
         _require_close(run, view, which, own[:, :, list(heads)], run.own(which))
     return run
 

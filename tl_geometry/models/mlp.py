@@ -157,7 +157,8 @@ def _infer(view: ModelView, layer: int) -> MLPSpec | MLPModule | None:
         return float((candidate.apply(read) - output).abs().max())
 
     around = _surroundings(view, block, h)
-    modules = (MLPModule(**norms, module=block.mlp) for norms in around)
+    # without the wrapper of a bridge, whose hooks may be those that ask
+    modules = (MLPModule(**norms, module=inner(block.mlp)) for norms in around)
     for candidates in (_matrices(view, block, h), modules):
         tried = ((candidate, error(candidate)) for candidate in candidates)
         best, least = nearest(chain([(None, torch.inf)], tried), enough=rounding)

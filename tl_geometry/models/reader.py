@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from tl_geometry.base.errors import UnsupportedModelError, require
-from tl_geometry.models.fingerprint import fingerprint, head_trained, loader_facts, weights_of
+from tl_geometry.models.fingerprint import fingerprint, head_trained, held_by, loader_facts
 from tl_geometry.models.layers import CORE, TABLES
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.parameters import part
-from tl_geometry.models.runner import Runner, brief, without_hooks
+from tl_geometry.models.runner import Runner, brief, require_default_device, without_hooks
 from tl_geometry.models.states import AFTER, BEFORE, state_hooks
 
 SIZES = ("n_heads", "d_model", "d_head", "d_vocab", "n_ctx")
@@ -71,6 +71,7 @@ def view(model: Any) -> ModelView:
     >>> tlg.view(tlg.zoo.embedded()).states
     range(0, 5)
     """
+    require_default_device()
     if isinstance(model, ModelView):
         now = view(model._model)
         same = (now.fingerprint, now.device) == (model.fingerprint, model.device)
@@ -119,7 +120,7 @@ def _probe(run: Runner, made_of: tuple[str, torch.device]) -> Probe:
     relies on."""
     model, states = run._model, run.state_hooks
     # the least element is NaN where any is, and takes no memory
-    bad = [n for n, p in weights_of(model).items() if p.numel() and bool(p.amin().isnan())]
+    bad = [n for n, p in held_by(model).tensors.items() if p.numel() and bool(p.amin().isnan())]
     what, got = f"weights of {run.name}", f"NaN in {brief(bad)}"
     require(not bad, what, expected="numbers", got=got, error=UnsupportedModelError)
     shape, generator = (PROBE_BATCH, min(PROBE_LENGTH, int(model.cfg.n_ctx))), torch.Generator()
@@ -154,3 +155,9 @@ def _name(model: Any) -> str:
 
 as_view = view
 """The same function under a name that leaves ``view`` free for what it returns."""
+
+
+def known_view(model: Any) -> ModelView:
+    """The view itself, or that of a model: for a step inside of a public call, which has made its
+    view, and hashed all weights for it, already."""
+    return model if isinstance(model, ModelView) else view(model)

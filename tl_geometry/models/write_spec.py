@@ -138,6 +138,8 @@ def _embedding(
     def gap(hooks: list[str], norm: NormWeights) -> Tensor:
         return norm.apply(sum((probe[name] for name in hooks), torch.zeros_like(h))) - h
 
+    # OPT projects embeddings of another width into the stream
+    embeds = [name for name in embeds if probe[name].shape[-1] == h.shape[-1]]
     counts = range(len(added), -1, -1)
     ways = [([e, *added[:n]], norm) for n, norm, e in product(counts, norms, embeds)]
     tried = ((way, float(gap(*way).abs().max())) for way in ways)

@@ -64,8 +64,7 @@ class Family:
         constants with ``bias``. No part is the remainder of the others, so that their sum is a real
         check."""
         parts = torch.stack(list(self.parts(layer, written).values()))
-        projected = getattr(layer, f"{which}_map")(parts)
-        projected = projected * getattr(layer, f"{which}_scale").unsqueeze(-1)
+        projected = layer.project(parts, which)
         constant = getattr(layer, f"{which}_constant").unsqueeze(0)
         if self.mean_in_bias:
             constant, projected = constant + projected[:1], projected[1:]

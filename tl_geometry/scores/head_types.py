@@ -180,7 +180,7 @@ def measure_types(
     :data:`SEQUENCES` rows of two copies of up to 32 tokens, in a large vocabulary each row from
     another range of ids. The default seed is that of Song & Zhong 2023's code."""
     bos_id = view.bos_id if bos else None
-    ranges = token_ranges(view.d_vocab, [view.bos_id])
+    ranges = token_ranges(view.vocabulary_size, [view.bos_id])
     # two copies fit, of distinct ids; with 32, a head that attends evenly pays 2% to the token that
     # induction looks for
     ids = ranges[0][1] - ranges[0][0]

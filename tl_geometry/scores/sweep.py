@@ -224,7 +224,7 @@ class LayerSums:
         cvec = [x[-1:] for x in groups]
         if not self.windows:
             stream = stream_parts(self.basis, PARTS[1:], layer)["cvec"].unsqueeze(0)
-            cvec = [layer.project_q(stream) * layer.scale, layer.project_k(stream)]
+            cvec = [layer.project(stream, "q") * layer.scale, layer.project(stream, "k")]
             if layer.softcap is not None:
                 self.flags["scores before the soft cap"] = None
         q, k = (torch.cat(pair) for pair in zip(known, cvec, strict=True))

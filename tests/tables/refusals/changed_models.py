@@ -64,7 +64,7 @@ def altered(how: str) -> tuple[Any, Change]:
             if how == "rotary frequencies" and hasattr(module, "inv_freq"):
                 module.inv_freq.mul_(1.5)
             if how == "activation" and isinstance(getattr(module, "act_fn", None), nn.Module):
-                module.act_fn = nn.Tanh()
+                module.act_fn = nn.Tanh().eval()
             if how == "scale of embeddings" and hasattr(module, "embed_scale"):
                 module.embed_scale = 2 * module.embed_scale
             if how == "parallel blocks" and hasattr(module, "use_parallel_residual"):

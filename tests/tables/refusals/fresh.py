@@ -255,7 +255,6 @@ ROWS: tuple[Row, ...] = (
             name=f"4, 23 after the basis, other {how}",
             call=changed(how),
             what="basis",
-            today="" if how == "rotary frequencies" else WRONG,
         )
         for how in (
             *("rotary frequencies", "activation", "routing"),
@@ -313,12 +312,11 @@ ROWS: tuple[Row, ...] = (
         call=lambda s: tlg.decompose(s.model, collated(s, True), **QUIET),
         holds=lambda s, found: found.contexts == len(s.w.corpus),
     ),
-    Row(name="12 labels of half characters", call=labels, holds=labels_differ, today=WRONG),
+    Row(name="12 labels of half characters", call=labels, holds=labels_differ),
     Row(
         name="12 line ends in LaTeX",
         call=lambda s: latex_of(s, "x\n\ty"),
         holds=lambda s, cells: all(cells),
-        today=WRONG,
     ),
     Row(
         name="13 BOS inside a row",
@@ -338,9 +336,8 @@ ROWS: tuple[Row, ...] = (
         name="13 gibberish of ids without text",
         call=lambda s: corpus.gibberish(wide(s), 20, 30),
         holds=lambda s, found: int(found.tokens.max()) < 61,
-        today=WRONG,
     ),
-    Row(name="13 the embedded model draws nothing", call=lambda s: tlg.zoo.embedded(), today=WRONG),
+    Row(name="13 the embedded model draws nothing", call=lambda s: tlg.zoo.embedded()),
     Row(
         name="14 a long stream of texts, of which few are used",
         call=lambda s: tlg.windows(

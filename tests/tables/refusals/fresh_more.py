@@ -184,28 +184,24 @@ ROWS: tuple[Row, ...] = (
         call=lambda s: copied(s, False),
         what=".",
         either=True,
-        today=STOPS,
     ),
     Row(
         name="18 a graph in inference mode",
         call=in_inference(lambda s: traced(s.model, s.ids[:1, :6])),
         what=".",
         either=True,
-        today=STOPS,
     ),
     Row(
         name="18 edge scores in inference mode",
         call=in_inference(lambda s: scored(s.model)),
         what="inference|gradient",
         either=True,
-        today=STOPS,
     ),
     Row(
         name="18 a model made in inference mode",
         call=made_inside,
         what=".",
         either=True,
-        today=STOPS,
     ),
     Row(
         name="20 half a surrogate pair in a prompt",
@@ -252,7 +248,6 @@ ROWS: tuple[Row, ...] = (
         call=lambda s: traced(made("opt", word_embed_proj_dim=16)),
         what=".",
         either=True,
-        today=STOPS,
     ),
     Row(
         name="21 contexts that repeat",
