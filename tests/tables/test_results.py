@@ -45,12 +45,12 @@ KINDS = ("llama", "gpt2", "embedded")
 LINES = "a\nb\r\tc"
 ALIASES = "a result hands out the arrays that it answers from"
 OPEN = (
-    *("decomposition", "scores", "circuits", "weights", "sphere", "flow"),
+    *("decomposition", "circuits", "weights", "sphere", "flow"),
     "interventions",
 )
 """Packages whose results do: to be mended where each is rewritten."""
-CLOSED = ("models", "base")
-OWN_WORDS = {"PositionContext", "ScoreSplit"}
+CLOSED = ("models", "base", "scores")
+OWN_WORDS = {"PositionContext"}
 """Results that print their corpus as it is, hostile or not: to be mended with their packages."""
 FEWEST = 20
 """Results that must at least be found, so that no law passes on nothing."""

@@ -29,31 +29,29 @@ from tl_geometry.models.reconstruction import (
     Check,
     head_spreads,
     judge_rounding,
-    pattern_error,
     reconstruction_bound,
     require_reconstruction,
 )
-from tl_geometry.models.softmax import soft_cap
 from tl_geometry.models.writers import Written, run_written
 from tl_geometry.scores.families import Family, UserParts, family_of
 
 R = TypeVar("R", bound=Result)
 CELLS = 2**22
-"""Cells of scores that are compared at a time, at least one head (16 MiB in float32)."""
+"""Cells of scores that are formed at a time, at least one head (16 MiB in float32)."""
 CACHE_TOLERANCE = 0.02
 """Relative difference of a token's state (in Euclidean norm) beyond which a cache is taken for one
 of other tokens: five times the unit roundoff of bfloat16, 2^-8."""
 
 
-def compare_scores(
+def compare_parts(
     layer: LayerView,
     q: Float[Tensor, "part batch query head d_head"],
     k: Float[Tensor, "part batch key head d_head"],
     heads: list[int],
 ) -> tuple[list[Check], float, tuple[str, ...]]:
-    """The sum of all terms of some heads (``q`` after the scale) beside the model's own queries,
-    keys, scores and pattern: the checks, A of their bounds, and remarks on rounding. What does not
-    add up is refused.
+    """The sums of parts of some heads (``q`` after the scale) beside the queries and keys of a
+    verified layer, whose scores and patterns are the model's: the checks, A of the bound of the
+    scores, and remarks on rounding. What does not add up is refused.
 
     A is the largest ``sum_e (sum_a |q_a,e|) (sum_b |k_b,e|) + |bias|`` over allowed cells. Scores
     are formed a few heads at a time.
@@ -66,35 +64,23 @@ def compare_scores(
         size = max(size, layer.reconstruction.sizes.get(name[0], 0.0))
         error = float((parts.sum(0) - model[:, :, heads]).abs().max())
         compared.append((layer.layer, name, error, reconstruction_bound(layer.roundoff, size)))
-    found: dict[str, list[Tensor]] = {"size": [], "sum pattern": [], "sum scores": [], "spread": []}
+    require_reconstruction(compared, f"split of layer {layer.layer}")
+    sizes, spreads = list[Tensor](), list[Tensor]()
     sums = [(q.sum(0), k.sum(0)), (q.abs().sum(0), k.abs().sum(0))]
     step = max(1, CELLS // (q.shape[1] * layer.allowed.numel()))
-    for at in range(0, q.shape[3], step):
-        some = heads[at : at + step]
+    for at in range(0, len(heads), step):
         of_some = [(a[:, :, at : at + step], b[:, :, at : at + step]) for a, b in sums]
         total, size = (scores_of(a, b, 1.0) for a, b in of_some)
         if layer.bias is not None:
-            total, size = total + layer.bias[some], size + layer.bias[some].abs()
-        allowed, capped = layer.allowed, soft_cap(total, layer.softcap)
-        found["size"].append(torch.where(allowed, size, 0.0).max())
-        found["spread"].append(head_spreads(total, allowed))
-        if layer.scores is not None:
-            error = torch.where(allowed, capped - layer.scores[:, some], 0.0)
-            found["sum scores"].append(error.abs().max())
-        if layer.pattern is not None:
-            error = pattern_error(capped, layer.pattern[:, some], allowed, layer.roundoff)
-            found["sum pattern"].append(error)
-    spreads = torch.cat(found.pop("spread")).cpu()
-    # torch's max, because a NaN stays
-    worst = {name: float(torch.stack(errors).max()) for name, errors in found.items() if errors}
-    scale = worst.pop("size")
-    for name, error in worst.items():
-        # softmax rounds by a few units however small the scores
-        size = max(scale, 1.0) if name == "sum pattern" else scale
-        compared.append((layer.layer, name, error, reconstruction_bound(layer.roundoff, size)))
-    require_reconstruction(compared, f"split of layer {layer.layer}")
-    scales = (layer.reconstruction.scale, scale)
-    return compared, scale, judge_rounding(layer.roundoff, scales, spreads, f"layer {layer.layer}")
+            bias = layer.bias[heads[at : at + step]]
+            total, size = total + bias, size + bias.abs()
+        sizes.append(torch.where(layer.allowed, size, 0.0).max())
+        spreads.append(head_spreads(total, layer.allowed))
+    own, scale = layer.reconstruction.scale, float(torch.stack(sizes).max())
+    flags = judge_rounding(
+        layer.roundoff, (own, scale), torch.cat(spreads).cpu(), f"layer {layer.layer}"
+    )
+    return compared, scale, flags
 
 
 def is_relative(layer: LayerView) -> bool:
@@ -148,8 +134,8 @@ class Asked:
         view = as_view(model)
         prompts = as_tokens(view, tokens, prepend_bos=prepend_bos)
         chosen = checks.heads(heads, view.n_layers, view.n_heads, layers)
-        family = family_of(view, parts, basis, sorted({layer for layer, _ in chosen}))
         check_basis(view, prompts, basis)
+        family = family_of(view, parts, basis, sorted({layer for layer, _ in chosen}))
         return cls(view, prompts, chosen, family, basis)
 
     def each_layer(
@@ -203,21 +189,20 @@ class Asked:
 def _check_cache(view: ModelView, prompts: TokenWindows, cache: Any) -> None:
     """Refuse a cache whose first state differs from what the model computes for these tokens, at
     any of them, by more than :data:`CACHE_TOLERANCE`."""
-    shape = tuple(prompts.tokens.shape)
-    mapping = hasattr(cache, "cache_dict") or isinstance(cache, Mapping)
+    entries = getattr(cache, "cache_dict", cache)
     expected = "an ActivationCache, or a mapping from hook names"
-    require(mapping, "cache", expected=expected, got=describe(cache), instead="cache=None")
-    name = next((name for name in view.state_hooks if name in cache), None)
+    got, instead = describe(cache), "cache=None"
+    require(isinstance(entries, Mapping), "cache", expected=expected, got=got, instead=instead)
+    name = next((name for name in view.state_hooks if name in entries), None)
     if name is None:
         return  # what makes the layers refuses it, with an error of its own
-    instead = "a cache of these tokens, with a batch dimension (remove_batch_dim=False)"
-    expected, got = f"activations of tokens {shape}", tuple(cache[name].shape[:-1])
-    require(got == shape, "cache", expected=expected, got=got, instead=instead)
     state = view.activations(prompts.tokens, [name])[name].float()
-    error = torch.linalg.vector_norm(state - cache[name].to(state.device).float(), dim=-1)
+    expected, instead = f"{tuple(state.shape)} of these tokens", "remove_batch_dim=False"
+    got = tuple(entries[name].shape)
+    require(got == state.shape, "cache", expected=expected, got=got, instead=instead)
+    error = torch.linalg.vector_norm(state - entries[name].to(state), dim=-1)
     far = int((error > CACHE_TOLERANCE * torch.linalg.vector_norm(state, dim=-1)).sum())
-    expected, got = "activations of these tokens", f"others at {far} tokens"
-    require(far == 0, "cache", expected=expected, got=got, instead="cache=None")
+    require(far == 0, "cache", expected=expected, got=f"others at {far} tokens")
 
 
 def provenance_of(

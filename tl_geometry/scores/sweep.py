@@ -49,8 +49,14 @@ from tl_geometry.scores.planes import HeadPlanes
 from tl_geometry.scores.projection import PARTS, MappedBasis, project_basis, split_heads
 from tl_geometry.scores.resampling import Noise, without
 from tl_geometry.scores.share_table import SweepTable
-from tl_geometry.scores.splitter import compare_scores, is_relative, require_positions
-from tl_geometry.scores.sums import SHARES, ShareSums, contexts_at_once, share_sums
+from tl_geometry.scores.splitter import compare_parts, is_relative, require_positions
+from tl_geometry.scores.sums import (
+    SHARES,
+    ShareSums,
+    blocks_of,
+    contexts_at_once,
+    sums_of_some,
+)
 from tl_geometry.scores.terms import bias_label
 
 KEPT_BYTES = 2**28
@@ -97,7 +103,7 @@ def sweep_heads(
             interval excludes zero), the share that position has by noise alone, and the p-value of
             the share of position (:mod:`tl_geometry.scores.resampling`). For windows that the basis
             has not seen, at least 32 of them.
-        planes: shares of rotary planes, ``.planes()``, at no further cost.
+        planes: shares of rotary planes too, ``.planes()``.
         batch_size: contexts of one batch.
         prepend_bos: whether strings get the BOS token; with text only.
 
@@ -190,7 +196,8 @@ class LayerSums:
     """Sums in progress of one layer, on its device: those of the parts of its :class:`MappedBasis`
     over all windows, for intervals those of bias, pos and cvec in each block of 8 windows
     (``of_blocks``), and the attention paid to dropped keys. ``layers`` is the number of layers that
-    are swept at once."""
+    are swept at once, ``share`` the share of the contexts in each group that the basis is taken
+    apart into."""
 
     basis: PositionContext
     layers: int
@@ -202,35 +209,28 @@ class LayerSums:
     noise: Noise | None = None
     mass: Float[Tensor, " head"] = field(default_factory=lambda: torch.zeros(1).double())
     mapped: MappedBasis | None = None
+    share: Float[Tensor, " group"] = field(default_factory=lambda: torch.ones(1).double())
     planes: RotaryPlanes | None = None
     rotary: bool = False
     relative: bool = True
     flags: dict[str, None] = field(default_factory=dict)
 
-    @property
-    def share(self) -> Float[Tensor, " group"]:
-        """The share of the contexts in each group that the basis is taken apart into."""
-        counts = self.basis.group_counts[self.basis.group_counts > 0].double()
-        return counts / counts.sum() if self.intervals else torch.ones(1).double()
-
     def verify(self, layer: LayerView) -> None:
-        """Check that the parts of the sampled context sum to the model's queries and keys, with
-        cvec projected from the stream in the first batch."""
+        """Check in the first batch that the parts of the sampled context sum to the model's queries
+        and keys, with cvec projected from the stream."""
+        if self.windows:
+            return  # bias and pos are the same in every batch, and cvec is a remainder
         layer = layer.normalized() if self.basis.provenance.normalized else layer
         self.relative &= is_relative(layer)
         groups = split_heads(layer, self._projection(layer))
         # bias and pos of all groups together, and cvec
         known = [x[:-1].unflatten(0, (2, -1)).sum(1) for x in groups]
-        cvec = [x[-1:] for x in groups]
-        if not self.windows:
-            stream = stream_parts(self.basis, PARTS[1:], layer)["cvec"].unsqueeze(0)
-            cvec = [layer.project(stream, "q") * layer.scale, layer.project(stream, "k")]
-            if layer.softcap is not None:
-                self.flags["scores before the soft cap"] = None
+        stream = stream_parts(self.basis, PARTS[1:], layer)["cvec"].unsqueeze(0)
+        cvec = [layer.project(stream, "q") * layer.scale, layer.project(stream, "k")]
+        if layer.softcap is not None:
+            self.flags["scores before the soft cap"] = None
         q, k = (torch.cat(pair) for pair in zip(known, cvec, strict=True))
-        # the pass has compared scores and pattern
-        layer, heads = dataclasses.replace(layer, scores=None, pattern=None), range(q.shape[3])
-        self.flags |= dict.fromkeys(compare_scores(layer, q, k, list(heads))[2])
+        self.flags |= dict.fromkeys(compare_parts(layer, q, k, list(range(q.shape[3])))[2])
 
     def add(self, layer: LayerView) -> None:
         """Take in one layer of one batch, a few contexts at a time."""
@@ -238,8 +238,8 @@ class LayerSums:
         mapped = self._projection(layer)
         if self.by_plane and self.planes is None:
             self.planes = layer.planes()
+        blocks = list(blocks_of(layer.allowed[start:, start:], layer.q))
         options: dict[str, Any] = {
-            "mask": layer.allowed[start:, start:],
             "bias": None if layer.bias is None else layer.bias[:, start:, start:],
             "softcap": layer.softcap,
             "plane": None if self.planes is None else self.planes.plane,
@@ -253,7 +253,7 @@ class LayerSums:
             room = BLOCK - self.windows % BLOCK if self.intervals else contexts
             some = slice(at, min(at + step, at + room, contexts))
             parts = split_heads(layer, mapped, contexts=some, start=start)
-            self._take(share_sums(*parts, **options), some.stop - at)
+            self._take(sums_of_some(*parts, blocks, **options), some.stop - at)
             at = some.stop
         if start and layer.pattern is not None:
             paid = layer.pattern[:, :, start:, :start].sum((0, 2, 3), dtype=torch.float64)
@@ -273,6 +273,7 @@ class LayerSums:
         """Projected mean and pos, kept between batches while they are small."""
         length = layer.h.shape[1]
         mapped = self.mapped or project_basis(layer, self.basis, length, by_group=self.intervals)
+        self.share = mapped.share
         if mapped.q.numel() * mapped.q.element_size() * 2 * self.layers <= KEPT_BYTES:
             self.mapped = mapped
         return mapped

@@ -68,11 +68,9 @@ class ValueSplit(Guarded, Result):
         """What each head writes into the stream from one source part (``None``: from all of them,
         the head's whole output)."""
         z, W_O = (vars(self)[name] for name in ("z", "W_O"))
-        z = z.sum(0) if part is None else z[self._row(part)]
+        at = None if part is None else self.parts.index(checks.choice(part, self.parts, "part"))
+        z = z.sum(0) if at is None else z[at]
         return einsum(z, W_O, "batch position head e, head e d -> batch position head d")
-
-    def _row(self, part: str) -> int:
-        return self.parts.index(checks.choice(part, self.parts, "part"))
 
     @property
     def reconstruction(self) -> ReconstructionReport:
