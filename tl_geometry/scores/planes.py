@@ -31,10 +31,11 @@ from torch.nn.functional import pad
 
 from tl_geometry.base import checks
 from tl_geometry.base.errors import require
+from tl_geometry.base.guarded import Guarded
 from tl_geometry.base.tables import Table
 from tl_geometry.models.rotary import RotaryPlanes
 from tl_geometry.scores.labels import dominant
-from tl_geometry.scores.terms import Guarded, TermResult
+from tl_geometry.scores.terms import TermResult
 
 NEAR = 16
 """The longest wavelength, in tokens, of the band ``near``."""

@@ -16,10 +16,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tl_geometry.base.errors import require
+from tl_geometry.base.guarded import Guarded
 from tl_geometry.base.intervals import paired_interval
 from tl_geometry.base.results import Result
 from tl_geometry.scores.score_split import ScoreSplit
-from tl_geometry.scores.terms import Guarded
 
 TOTAL = "all terms"
 """Name of the sum of all terms in a profile."""

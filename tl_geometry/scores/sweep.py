@@ -30,6 +30,7 @@ from torch import Tensor
 from tl_geometry.base import checks
 from tl_geometry.base.checks import Head
 from tl_geometry.base.errors import fail, require
+from tl_geometry.corpus.passes import batches, cuts
 from tl_geometry.corpus.sources import as_tokens
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
 from tl_geometry.decomposition.groups import APART, BLOCK, CUT
@@ -42,7 +43,6 @@ from tl_geometry.models.reader import as_view
 from tl_geometry.models.rotary import RotaryPlanes
 from tl_geometry.models.writers import GRAINS
 from tl_geometry.scores import resampling
-from tl_geometry.scores.corpus_pass import CorpusPass
 from tl_geometry.scores.families import stream_parts
 from tl_geometry.scores.head_types import measure_types
 from tl_geometry.scores.planes import HeadPlanes
@@ -145,8 +145,8 @@ def sweep_heads(
     _check(basis, source, intervals)
     layers_of = sorted({layer for layer, _ in chosen})
     sums = {layer: LayerSums(basis, len(layers_of), intervals, planes) for layer in layers_of}
-    stream = _pass(view, source, basis, sums, **options)
-    table = _table(stream, basis, sums, seed)
+    _pass(view, source, basis, sums, **options)
+    table = _table(view, source, basis, sums, seed)
     table = table.select(torch.tensor([table.heads.index(head) for head in chosen]))
     if not intervals:
         return table
@@ -174,21 +174,19 @@ def _pass(
     batch_size: int | None,
     progress: bool,
     seed: int,
-) -> CorpusPass:
+) -> None:
     """Add up the sums of all layers in one pass over the windows."""
     for layer in sums:
         basis.index(layer)  # refuse a layer that the basis lacks before the pass begins
-    rows = batch_of(batch_size, source.length, view.device)
-    stream = CorpusPass(view, source, rows, progress=progress, seed=seed)
-    for batch in stream:
-        # one batch without BOS decides; while all have BOS a later one may not, so None for now
-        basis.check_model(view, None if stream.begins_with_bos else False)
-        options = stream.sample(lambda layer: sums[layer.layer].verify(layer))
-        view.run_layers(
-            batch, list(sums), lambda layer: sums[layer.layer].add(layer), verify=False, **options
-        )
-    basis.check_model(view, stream.begins_with_bos)
-    return stream
+    basis.check_model(view, source.has_bos)
+    cut = cuts(len(source), batch_of(batch_size, source.length, view.device))
+
+    def add(layer: LayerView) -> None:
+        sums[layer.layer].add(layer)
+
+    for batch in batches(view, source, cut, progress=progress, seed=seed):
+        options = batch.sample(lambda layer: sums[layer.layer].verify(layer))
+        view.run_layers(batch.tokens, list(sums), add, verify=False, **options)
 
 
 @dataclass(eq=False)
@@ -299,11 +297,14 @@ class LayerSums:
 
 
 def _table(
-    stream: CorpusPass, basis: PositionContext, sums: dict[int, LayerSums], seed: int
+    view: ModelView,
+    source: TokenWindows,
+    basis: PositionContext,
+    sums: dict[int, LayerSums],
+    seed: int,
 ) -> SweepTable:
     """The finished table of all heads of the layers."""
-    view, source, of_layers = stream.view, stream.source, list(sums.values())
-    has_bos, drop = basis.provenance.has_bos, basis.window[0]
+    of_layers, has_bos, drop = list(sums.values()), basis.provenance.has_bos, basis.window[0]
     types = measure_types(view, list(sums), bos=bool(has_bos), seed=1234 + seed)
     intervals = of_layers[0].intervals
     more: dict[str, Any] = {}
@@ -316,10 +317,12 @@ def _table(
     if planes:
         more["head_planes"] = HeadPlanes.of(planes, source.length)
     flags = [f"queries and keys before position {drop} left out"] if drop else []
-    flags += [*(flag for of in of_layers for flag in of.flags), *basis.remarks(view), *source.flags]
+    flags += [*(flag for of in of_layers for flag in of.flags), *basis.remarks(view)]
     flags += [flag for flag in (CUT, APART) if intervals and flag in basis.provenance.flags]
-    provenance = stream.provenance(
-        drop,
+    provenance = view.provenance(
+        source,
+        window=(drop, source.length),
+        seed=seed,
         has_bos=has_bos,
         normalized=basis.provenance.normalized,
         flags=tuple(dict.fromkeys(flags)),
@@ -332,7 +335,7 @@ def _table(
         heads=tuple((layer, head) for layer in sums for head in range(view.n_heads)),
         parts=PARTS,
         bias_label=bias_label(rotary=rotary, relative=relative),
-        dropped_mass=mass / stream.contexts,
+        dropped_mass=mass / len(source),
         types=types.scores,
         type_errors=types.errors,
         baselines=types.baselines,

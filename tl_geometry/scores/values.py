@@ -28,6 +28,7 @@ from torch import Tensor
 from tl_geometry.base import checks
 from tl_geometry.base.checks import Head
 from tl_geometry.base.errors import UnsupportedModelError, fail
+from tl_geometry.base.guarded import Guarded
 from tl_geometry.base.results import Provenance, Result
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.decomposition.position_context import PositionContext
@@ -44,7 +45,6 @@ from tl_geometry.models.reconstruction import (
 from tl_geometry.models.writers import Written
 from tl_geometry.scores.families import Family, UserParts
 from tl_geometry.scores.splitter import Asked
-from tl_geometry.scores.terms import Guarded
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
