@@ -113,12 +113,9 @@ def split_scores(
         instead="heads= to choose some, or sweep_heads for all",
     )
     splits, fields = asked.each_layer(cache, partial(split_layer, family))
-    of_layers = HeadPlanes.beside([split.head_planes for split in splits])
-    order = [head for split in splits for head in split.heads]
     return dataclasses.replace(
         splits[0],
         **fields,
-        head_planes=of_layers.select(torch.tensor([order.index(head) for head in asked.heads])),
         scale=max(split.scale for split in splits),
         bias_label=common_label(split.bias_label for split in splits),
     )

@@ -34,6 +34,7 @@ from tl_geometry.models.reconstruction import (
 )
 from tl_geometry.models.writers import Written, run_written
 from tl_geometry.scores.families import Family, UserParts, family_of
+from tl_geometry.scores.planes import HeadPlanes
 
 R = TypeVar("R", bound=Result)
 CELLS = 2**22
@@ -166,14 +167,16 @@ class Asked:
         return splits, self._joined(splits, torch.tensor([order.index(h) for h in self.heads]))
 
     def _joined(self, splits: Sequence[Any], pick: Int[Tensor, " head"]) -> dict[str, Any]:
-        """Fields of splits of several layers as one, tensors with a head axis in the order of
+        """Fields of splits of several layers as one, those with a head axis in the order of
         ``pick``."""
         fields: dict[str, Any] = {}
         for field in dataclasses.fields(splits[0]):
-            values = [getattr(split, field.name) for split in splits]
+            values = [vars(split)[field.name] for split in splits]
             if isinstance(values[0], Tensor):
                 dim = axes_of(type(splits[0]))[field.name].index("head")
                 fields[field.name] = torch.cat(values, dim).index_select(dim, pick)
+            if isinstance(values[0], HeadPlanes):
+                fields[field.name] = HeadPlanes.beside(values).select(pick)
         fields["checks"] = tuple(check for split in splits for check in split.checks)
         fields["provenance"] = provenance_of(
             self.view,
@@ -190,19 +193,20 @@ def _check_cache(view: ModelView, prompts: TokenWindows, cache: Any) -> None:
     """Refuse a cache whose first state differs from what the model computes for these tokens, at
     any of them, by more than :data:`CACHE_TOLERANCE`."""
     entries = getattr(cache, "cache_dict", cache)
-    expected = "an ActivationCache, or a mapping from hook names"
-    got, instead = describe(cache), "cache=None"
-    require(isinstance(entries, Mapping), "cache", expected=expected, got=got, instead=instead)
+    expected, instead = "an ActivationCache, or a mapping from hook names", "cache=None"
+    fits, got = isinstance(entries, Mapping), describe(cache)
+    require(fits, "cache", expected=expected, got=got, instead=instead)
     name = next((name for name in view.state_hooks if name in entries), None)
     if name is None:
         return  # what makes the layers refuses it, with an error of its own
     state = view.activations(prompts.tokens, [name])[name].float()
-    expected, instead = f"{tuple(state.shape)} of these tokens", "remove_batch_dim=False"
-    got = tuple(entries[name].shape)
-    require(got == state.shape, "cache", expected=expected, got=got, instead=instead)
+    expected, got = f"activations {tuple(state.shape)} of these tokens", tuple(entries[name].shape)
+    fits, whole = got == state.shape, "a cache with a batch dimension (remove_batch_dim=False)"
+    require(fits, "cache", expected=expected, got=got, instead=whole)
     error = torch.linalg.vector_norm(state - entries[name].to(state), dim=-1)
     far = int((error > CACHE_TOLERANCE * torch.linalg.vector_norm(state, dim=-1)).sum())
-    require(far == 0, "cache", expected=expected, got=f"others at {far} tokens")
+    got = f"others at {far} tokens"
+    require(far == 0, "cache", expected=expected, got=got, instead=instead)
 
 
 def provenance_of(

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from tl_geometry.base import checks
 from tl_geometry.base.checks import Head
-from tl_geometry.base.errors import fail, require
+from tl_geometry.base.errors import check_seed, fail, require
 from tl_geometry.corpus.passes import batches, cuts
 from tl_geometry.corpus.sources import as_tokens
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
@@ -49,7 +49,7 @@ from tl_geometry.scores.planes import HeadPlanes
 from tl_geometry.scores.projection import PARTS, MappedBasis, project_basis, split_heads
 from tl_geometry.scores.resampling import Noise, without
 from tl_geometry.scores.share_table import SweepTable
-from tl_geometry.scores.splitter import compare_parts, is_relative, require_positions
+from tl_geometry.scores.splitter import check_basis, compare_parts, is_relative
 from tl_geometry.scores.sums import (
     SHARES,
     ShareSums,
@@ -123,29 +123,33 @@ def sweep_heads(
     view = as_view(model)
     if basis is not None:
         require_basis(basis)
-    options: dict[str, Any] = {"batch_size": batch_size, "seed": seed, "progress": progress}
     if isinstance(parts, str):
         checks.choice(parts, GRAINS, "parts")
         choices = {"heads": heads is not None, "intervals": intervals, "planes": planes}
         asked = ", ".join(name for name, given in choices.items() if given)
         require(not asked, "parts", expected="no other choices with writers", got=asked)
+        options: dict[str, Any] = {"batch_size": batch_size, "seed": seed, "progress": progress}
         options |= {"prepend_bos": prepend_bos, "layers": layers}
-        drop = None if basis is None else basis.window[0]
+        options |= {"drop": None if basis is None else basis.window[0]}
         # by name, an exception: circuits/ comes after scores/ in the order of packages
         writers = importlib.import_module("tl_geometry.circuits.writer_sweep")
-        return writers.sweep_writers(view, windows, grain=parts, drop=drop, **options)
+        return writers.sweep_writers(view, windows, grain=parts, **options)
     if basis is None:
         instead = 'decompose(model, windows), or parts="writers"'
         fail("basis", expected="a PositionContext", got=None, instead=instead)
     fits, expected = parts == PARTS[1:], f'{PARTS[1:]}, "writers" or "blocks"'
     require(fits, "parts", expected=expected, got=parts, instead="split_scores(..., parts=...)")
-    require(seed >= 0, "seed", expected="a whole number, at least 0", got=seed)
+    check_seed(seed, "seed")
     chosen = checks.heads(heads, view.n_layers, view.n_heads, layers)
     source = as_tokens(view, windows, prepend_bos=prepend_bos)
-    _check(basis, source, intervals)
-    layers_of = sorted({layer for layer, _ in chosen})
-    sums = {layer: LayerSums(basis, len(layers_of), intervals, planes) for layer in layers_of}
-    _pass(view, source, basis, sums, **options)
+    of = sorted({layer for layer, _ in chosen})
+    _check(view, basis, source, of, intervals)
+    cut = cuts(len(source), batch_of(batch_size, source.length, view.device))
+    sums = {layer: LayerSums(basis, len(of), intervals, planes) for layer in of}
+    for batch in batches(view, source, cut, progress=progress, seed=seed):
+        sample = batch.sample(lambda layer: sums[layer.layer].verify(layer))
+        add = lambda layer: sums[layer.layer].add(layer)  # noqa: E731
+        view.run_layers(batch.tokens, of, add, verify=False, **sample)
     table = _table(view, source, basis, sums, seed)
     table = table.select(torch.tensor([table.heads.index(head) for head in chosen]))
     if not intervals:
@@ -154,39 +158,23 @@ def sweep_heads(
     return dataclasses.replace(table, nulls={**table.nulls, **corrected})
 
 
-def _check(basis: PositionContext, source: TokenWindows, intervals: bool) -> None:
+def _check(
+    view: ModelView,
+    basis: PositionContext,
+    source: TokenWindows,
+    layers: Sequence[int],
+    intervals: bool,
+) -> None:
     """Raise unless these windows can be swept with this basis."""
+    check_basis(view, source, basis)
     basis.require_identifiable("sweep_heads")
-    require_positions(basis, source.length)
+    for layer in layers:
+        basis.index(layer)
     drop = basis.window[0]
     expected = f"more than {drop + 1} positions (the window starts at {drop})"
     require(source.length > drop + 1, "tokens", expected=expected, got=source.length)
     if intervals:
         resampling.require_unseen(basis, source.tokens)
-
-
-def _pass(
-    view: ModelView,
-    source: TokenWindows,
-    basis: PositionContext,
-    sums: dict[int, LayerSums],
-    *,
-    batch_size: int | None,
-    progress: bool,
-    seed: int,
-) -> None:
-    """Add up the sums of all layers in one pass over the windows."""
-    for layer in sums:
-        basis.index(layer)  # refuse a layer that the basis lacks before the pass begins
-    basis.check_model(view, source.has_bos)
-    cut = cuts(len(source), batch_of(batch_size, source.length, view.device))
-
-    def add(layer: LayerView) -> None:
-        sums[layer.layer].add(layer)
-
-    for batch in batches(view, source, cut, progress=progress, seed=seed):
-        options = batch.sample(lambda layer: sums[layer.layer].verify(layer))
-        view.run_layers(batch.tokens, list(sums), add, verify=False, **options)
 
 
 @dataclass(eq=False)
@@ -219,7 +207,7 @@ class LayerSums:
         if self.windows:
             return  # bias and pos are the same in every batch, and cvec is a remainder
         layer = layer.normalized() if self.basis.provenance.normalized else layer
-        self.relative &= is_relative(layer)
+        self.relative = is_relative(layer)
         groups = split_heads(layer, self._projection(layer))
         # bias and pos of all groups together, and cvec
         known = [x[:-1].unflatten(0, (2, -1)).sum(1) for x in groups]
