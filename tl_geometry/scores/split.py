@@ -15,7 +15,6 @@ This is Song & Zhong 2023, Eq. 7, made exact; ``tl_geometry.papers`` has it as p
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -36,7 +35,7 @@ from tl_geometry.scores.families import Family, UserParts
 from tl_geometry.scores.planes import HeadPlanes
 from tl_geometry.scores.score_split import ScoreSplit
 from tl_geometry.scores.splitter import Asked, compare_parts, is_relative
-from tl_geometry.scores.terms import bias_label, common_label
+from tl_geometry.scores.terms import bias_label
 
 
 def split_scores(
@@ -112,13 +111,7 @@ def split_scores(
         of=f"{len(asked.heads)} heads",
         instead="heads= to choose some, or sweep_heads for all",
     )
-    splits, fields = asked.each_layer(cache, partial(split_layer, family))
-    return dataclasses.replace(
-        splits[0],
-        **fields,
-        scale=max(split.scale for split in splits),
-        bias_label=common_label(split.bias_label for split in splits),
-    )
+    return asked.split(cache, partial(split_layer, family))
 
 
 def split_layer(

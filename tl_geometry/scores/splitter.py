@@ -35,6 +35,7 @@ from tl_geometry.models.reconstruction import (
 from tl_geometry.models.writers import Written, run_written
 from tl_geometry.scores.families import Family, UserParts, family_of
 from tl_geometry.scores.planes import HeadPlanes
+from tl_geometry.scores.terms import common_label
 
 R = TypeVar("R", bound=Result)
 CELLS = 2**22
@@ -139,12 +140,10 @@ class Asked:
         family = family_of(view, parts, basis, sorted({layer for layer, _ in chosen}))
         return cls(view, prompts, chosen, family, basis)
 
-    def each_layer(
-        self, cache: Any, split: Callable[[LayerView, list[int], Written | None], R]
-    ) -> tuple[list[R], dict[str, Any]]:
-        """The result of ``split`` for the reading of each layer, its heads, and what was written
-        into its input where parts are writers, from one forward pass or from a cache of these
-        tokens; and the fields of the result for all heads, in their order."""
+    def split(self, cache: Any, of_layer: Callable[[LayerView, list[int], Written | None], R]) -> R:
+        """The result for all heads, in their order: of each layer what ``of_layer`` makes of its
+        reading, its heads, and what was written into its input where parts are writers, from one
+        forward pass or from a cache of these tokens."""
         view, tokens = self.view, self.prompts.tokens
         heads: dict[int, list[int]] = {layer: [] for layer in sorted({l for l, _ in self.heads})}
         for layer, head in self.heads:
@@ -152,7 +151,7 @@ class Asked:
         splits: list[R] = []
 
         def on_layer(layer: LayerView, written: Written | None = None) -> None:
-            splits.append(split(self.family.reading(layer), heads[layer.layer], written))
+            splits.append(of_layer(self.family.reading(layer), heads[layer.layer], written))
 
         if cache is not None:
             _check_cache(view, self.prompts, cache)
@@ -164,20 +163,23 @@ class Asked:
             for layer in heads:
                 on_layer(view.layer(layer, cache))
         order = [(layer, head) for layer, some in heads.items() for head in some]
-        return splits, self._joined(splits, torch.tensor([order.index(h) for h in self.heads]))
+        return self._joined(splits, torch.tensor([order.index(head) for head in self.heads]))
 
-    def _joined(self, splits: Sequence[Any], pick: Int[Tensor, " head"]) -> dict[str, Any]:
-        """Fields of splits of several layers as one, those with a head axis in the order of
-        ``pick``."""
-        fields: dict[str, Any] = {}
-        for field in dataclasses.fields(splits[0]):
-            values = [vars(split)[field.name] for split in splits]
+    def _joined(self, splits: Sequence[R], pick: Int[Tensor, " head"]) -> R:
+        """Splits of several layers as one: what has a head axis in the order of ``pick``, of a
+        number the largest, of labels of (bias, bias) the one that is right for all."""
+        fields: dict[str, Any] = {"heads": self.heads, "str_tokens": self.prompts.str_tokens}
+        for name in (field.name for field in dataclasses.fields(splits[0])):
+            values = [vars(split)[name] for split in splits]
             if isinstance(values[0], Tensor):
-                dim = axes_of(type(splits[0]))[field.name].index("head")
-                fields[field.name] = torch.cat(values, dim).index_select(dim, pick)
-            if isinstance(values[0], HeadPlanes):
-                fields[field.name] = HeadPlanes.beside(values).select(pick)
-        fields["checks"] = tuple(check for split in splits for check in split.checks)
+                dim = axes_of(type(splits[0]))[name].index("head")
+                fields[name] = torch.cat(values, dim).index_select(dim, pick)
+            elif isinstance(values[0], HeadPlanes):
+                fields[name] = HeadPlanes.beside(values).select(pick)
+            elif name == "checks":
+                fields[name] = tuple(check for checks in values for check in checks)
+            elif name in ("scale", "bias_label"):
+                fields[name] = max(values) if name == "scale" else common_label(values)
         fields["provenance"] = provenance_of(
             self.view,
             self.prompts,
@@ -186,7 +188,7 @@ class Asked:
             normalized=self.family.normalized,
             after_bos=self.family.grain is not None,
         )
-        return fields | {"heads": self.heads, "str_tokens": self.prompts.str_tokens}
+        return dataclasses.replace(splits[0], **fields)
 
 
 def _check_cache(view: ModelView, prompts: TokenWindows, cache: Any) -> None:

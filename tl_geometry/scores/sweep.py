@@ -142,14 +142,14 @@ def sweep_heads(
     check_seed(seed, "seed")
     chosen = checks.heads(heads, view.n_layers, view.n_heads, layers)
     source = as_tokens(view, windows, prepend_bos=prepend_bos)
-    of = sorted({layer for layer, _ in chosen})
-    _check(view, basis, source, of, intervals)
+    swept = sorted({layer for layer, _ in chosen})
+    _check(view, basis, source, swept, intervals)
     cut = cuts(len(source), batch_of(batch_size, source.length, view.device))
-    sums = {layer: LayerSums(basis, len(of), intervals, planes) for layer in of}
+    sums = {layer: LayerSums(basis, len(swept), intervals, planes) for layer in swept}
     for batch in batches(view, source, cut, progress=progress, seed=seed):
         sample = batch.sample(lambda layer: sums[layer.layer].verify(layer))
         add = lambda layer: sums[layer.layer].add(layer)  # noqa: E731
-        view.run_layers(batch.tokens, of, add, verify=False, **sample)
+        view.run_layers(batch.tokens, swept, add, verify=False, **sample)
     table = _table(view, source, basis, sums, seed)
     table = table.select(torch.tensor([table.heads.index(head) for head in chosen]))
     if not intervals:

@@ -14,7 +14,6 @@ and no norm scale is frozen, ``v = sum_a (p_a gain) W_V + constants``.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -116,8 +115,7 @@ def split_values(
     True
     """
     asked = Asked.of(model, tokens, basis, parts, layers, heads, prepend_bos)
-    splits, fields = asked.each_layer(cache, partial(_of_layer, asked.view, asked.family))
-    return dataclasses.replace(splits[0], **fields)
+    return asked.split(cache, partial(_of_layer, asked.view, asked.family))
 
 
 def _of_layer(
