@@ -227,4 +227,5 @@ def provenance_of(
     start = min(start, rows.tokens.shape[1] - 1)
     window, remarks = (start, rows.tokens.shape[1]), () if basis is None else basis.remarks(view)
     flags = tuple(dict.fromkeys([*flags, *remarks]))
-    return view.provenance(rows, window=window, flags=flags, normalized=normalized)
+    about: dict[str, Any] = {"window": window, "flags": flags, "normalized": normalized}
+    return view.provenance(rows, streamed=False, **about)
