@@ -138,12 +138,10 @@ def heads(
     >>> bool((patched - model(prompts[2:])).abs().max() < 1e-4)
     True
     """
-    view = known_view(model)
+    view = known_view(model)  # `each` and controls make many edits of one view
     checks.choice(by, BY, "by")
-    known, where = (
-        known_prompts(view, by, reference, counterfactual, prepend_bos),
-        places(view, names),
-    )
+    known = known_prompts(view, by, reference, counterfactual, prepend_bos)
+    where = places(view, names)
 
     def make(known: Known | None) -> list[NamedHook]:
         new = Replacement(by, known, {}, seed)
