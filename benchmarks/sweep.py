@@ -41,7 +41,7 @@ def materialised(view: Any, tokens: torch.Tensor, basis: PositionContext) -> tor
         mean = basis.mean[at].to(layer.h).expand_as(layer.h)
         pos = basis.pos_seen[at, : layer.h.shape[1]].to(layer.h).expand_as(layer.h)
         stream = torch.stack([mean, pos, layer.h - mean - pos])
-        q, k = layer.project_q(stream), layer.project_k(stream)
+        q, k = layer.project(stream, "q"), layer.project(stream, "k")
         q[0] += layer.q_constant
         k[0] += layer.k_constant
         pairs = [(a * layer.scale, b) for a in q for b in k]

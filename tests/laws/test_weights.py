@@ -176,7 +176,7 @@ def test_the_score_is_the_bilinear_form_of_the_factors(architecture: str) -> Non
     x = remove_mean(s.h, s.norm.norm_type)[0].double()
     for j in (9, 4):  # in a rotary model of equal positions alone
         ours = torch.einsum("d,hde,hfe,f->h", x[i], f.left, f.right, x[j])
-        q, k = s.project_q(s.h)[0, i].double(), s.project_k(s.h)[0, j].double()
+        q, k = s.project(s.h, "q")[0, i].double(), s.project(s.h, "k")[0, j].double()
         scale = (s.q_scale[0, i] * s.k_scale[0, j]).double()
         gap = scale * ours - s.scale * (q * k).sum(-1)
         assert (float(gap.abs().max()) < 1e-4) == (i == j or view.position != "rotary")

@@ -15,6 +15,11 @@ STYLE = (
 """Styles of a table and of its cells; the alignment is appended."""
 MOST_ROWS = 60
 """Most rows of a table that are shown, as many as pandas shows by default."""
+# GPT-2's encoder: printable Latin-1 bytes stand for themselves, the others follow from U+0100 on
+_PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTED]
+BYTES = {chr(b): b for b in _PRINTED} | {chr(256 + n): b for n, b in enumerate(_OTHERS)}
+"""The byte that each character of a byte-level vocabulary stands for."""
 HIDDEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e"
     "\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]"
@@ -83,6 +88,19 @@ def signed(value: float, digits: str = ".2f") -> str:
     ('−0.09', '+0.5')
     """
     return format(value, digits).replace("-", "−")
+
+
+def of_bytes(token: str) -> str:
+    r"""A token of a byte-level vocabulary, which writes each byte as one character, as text; a byte
+    that is no part of a whole character as ``<0xF0>``. Other tokens as they are.
+
+    >>> of_bytes("\u0120\xc3\xa9"), of_bytes("\xf0\u0141\u0130"), of_bytes("<0xF0>")
+    (' é', '<0xF0><0x9F><0x8E>', '<0xF0>')
+    """
+    if not all(character in BYTES for character in token):
+        return token
+    text = bytes(BYTES[character] for character in token).decode("utf-8", "surrogateescape")
+    return re.sub("[\udc80-\udcff]", lambda byte: f"<0x{ord(byte[0]) - 0xDC00:02X}>", text)
 
 
 def token_text(token: str) -> str:

@@ -26,13 +26,13 @@ from tl_geometry.base.errors import require
 from tl_geometry.base.results import Result
 from tl_geometry.circuits.dictionaries import Dictionary
 from tl_geometry.circuits.head_readers import HEAD_SIDES, SHARES, Cells, Reads, first_kept
+from tl_geometry.corpus.passes import batches, cuts
 from tl_geometry.corpus.sources import as_tokens
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.models.batches import batch_of
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.reader import as_view
-from tl_geometry.scores.corpus_pass import CorpusPass
 from tl_geometry.scores.terms import BIAS
 
 ERROR, OFFSET = "error", "b_dec"
@@ -116,9 +116,9 @@ def feature_shares(
     for name, value in {"pairs": pairs, "per_cell": per_cell}.items():
         require(value >= 0, name, expected="at least 0", got=value)
     sums = _FeatureSums(features, [h for _, h in chosen], start, per_cell, len(source))
-    stream = CorpusPass(view, source, rows)
-    for batch in stream:
-        view.run_layers(batch, [features.layer], sums.add, verify=stream.first, **stream.sample())
+    for batch in batches(view, source, cuts(len(source), rows)):
+        first, sample = batch.at.start == 0, batch.sample()
+        view.run_layers(batch.tokens, [features.layer], sums.add, verify=first, **sample)
     return FeatureShares(
         provenance=view.provenance(source, window=(start, source.length)),
         heads=chosen,

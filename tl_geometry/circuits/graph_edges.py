@@ -45,7 +45,7 @@ class EdgeFinder:
         self.walk, self.keep, self.nodes, self.constant = walk, keep, nodes, walk.constant
         count, length = len(nodes["layers"]), len(walk.constant)
         self.totals, self.rest = (torch.zeros(count, 3, dtype=torch.float64) for _ in range(2))
-        self.attention, self.response = torch.zeros(2, count, length)
+        self.attention, self.response = torch.zeros(2, count, length, dtype=torch.float32)
         self.edges: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         self.positions = nodes["positions"].to(walk.constant.device)
         self.sources, self.writes = self.positions[:0], walk.constant[:0]

@@ -27,8 +27,8 @@ from einops import einsum
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tl_geometry.base.errors import ReconstructionError, require
-from tl_geometry.circuits.arithmetic import HeadNorm, Live, NormMap
+from tl_geometry.base.errors import ReconstructionError, UnsupportedModelError, fail, require
+from tl_geometry.circuits.arithmetic import Live, NormMap
 from tl_geometry.models.attention import Attention, rotate, scores_of
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.mlp import MLPModule, MLPSpec, live_mlp
@@ -38,7 +38,6 @@ from tl_geometry.models.output_head import OutputHead
 from tl_geometry.models.reconstruction import reconstruction_bound
 from tl_geometry.models.runner import keep
 from tl_geometry.models.write_spec import require_decoder, writing_of
-from tl_geometry.scores.values import trained_head
 
 Reads = Float[Tensor, "batch position reader d_model"]
 """What some readers read: one entry for each, or one for all."""
@@ -208,7 +207,7 @@ class Block:
             raw = einsum(x, W, "b i r d, r d e -> b i r e") + bias
         entering = raw.repeat_interleave(self.size(which), 2)
         if which != "v" and self.spec.qk_norm is not None:
-            entering = arithmetic.norm(HeadNorm(self.spec.qk_norm, which), entering)
+            entering = arithmetic.norm(self.spec.qk_norm[which], entering)
         if which != "v" and self.layer.turn is not None:
             entering = rotate(entering, *self.layer.turn)
         return Projected(raw, entering)
@@ -236,7 +235,7 @@ class Block:
         if which == "v" or self.spec.qk_norm is None:
             return None
         raw = raw.repeat_interleave(self.size(which), 2)
-        return arithmetic.map(HeadNorm(self.spec.qk_norm, which), raw)
+        return arithmetic.map(self.spec.qk_norm[which], raw)
 
     def written(self, z: Heads, arithmetic: Live) -> Float[Tensor, "head batch position d_model"]:
         """What each head writes, from its mixed values."""
@@ -303,7 +302,7 @@ class Runner:
         gives something else than its module does for a norm of the stream.
         """
         require_decoder(view, f"a pass by blocks of {view.name}")
-        head = trained_head(view, instead="a language model whose logits are such a readout")
+        head = _trained_head(view)
         layers: list[LayerView] = []
 
         def on_layer(layer: LayerView) -> None:
@@ -395,3 +394,14 @@ class Runner:
             instead="the model without hooks that change it; check_model(model) says more",
             error=ReconstructionError,
         )
+
+
+def _trained_head(view: ModelView) -> OutputHead:
+    """The output head of a model whose logits are a norm and a trained linear map of the last
+    state; refuses other models."""
+    head, expected = view.output_head() if view.head_trained else None, "a norm and a linear map"
+    if head is None:
+        got = f"the output head of {view.class_name}" if view.head_trained else "a new output head"
+        what, expected = f"logits of {view.name}", f"{expected}, trained"
+        fail(what, expected=expected, got=got, error=UnsupportedModelError)
+    return head

@@ -157,6 +157,7 @@ def edge_scores(
     choice(method, METHODS, "method")
     count = counted(steps, "steps")
     view = as_view(model)
+    view.require_gradients()
     layout = EdgeLayout.of(view)
     options = {"counterfactuals": counterfactual, "answers": answer, "others": other}
     pairs = pairs_of(view, as_prompts(view, prompts, **options, prepend_bos=prepend_bos), metric)

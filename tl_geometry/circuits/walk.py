@@ -84,6 +84,7 @@ class Walk:
     @classmethod
     def of(cls, view: ModelView, asked: Prompts, tokens: Tensor, at: int, *, leaf: bool) -> Walk:
         """Run the model over ``tokens``, a prompt and perhaps its counterfactual."""
+        view.require_gradients()
         between = len(tokens) == 2
         answers = [ids for ids in (asked.answers, asked.others) if ids is not None]
         expected, got = "answer=, the token whose logit is traced", "none"

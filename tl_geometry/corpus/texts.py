@@ -19,7 +19,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from tl_geometry.base.checks import describe, whole
-from tl_geometry.base.errors import require
+from tl_geometry.base.errors import fail, require
 from tl_geometry.corpus.sources import bos_to_prepend, encoded, label_ids, without
 from tl_geometry.corpus.text_files import read_text, require_files
 from tl_geometry.corpus.token_windows import TokenWindows, begins_with_bos
@@ -87,9 +87,12 @@ def windows(
         require(fits, name, expected=f"a whole number, {low} or more", got=repr(value))
     bos = bos_to_prepend(view, prepend_bos)
     given: Any = [texts] if isinstance(texts, str | Path) else texts
-    fits = hasattr(given, "__len__") and all(isinstance(text, str | Path) for text in given)
-    expected, instead = "texts, or a pathlib.Path of each", 'a list, or data["text"] of a data set'
-    require(fits and len(given), "texts", expected=expected, got=describe(texts), instead=instead)
+    # a DataFrame would give the names of its columns
+    fits = hasattr(given, "__len__") and not hasattr(given, "columns")
+    fits = fits and all(isinstance(text, str | Path) for text in given)
+    if not fits or not len(given):  # a repr of all texts takes as long as to read them
+        expected, instead = "texts, or the Path of each", 'a list, or data["text"] of a data set'
+        fail("texts", expected=expected, got=describe(texts), instead=instead)
     documents = list(given)
     require_files([document for document in documents if isinstance(document, Path)])
     label_of, names = label_ids(labels, len(documents))
@@ -233,7 +236,7 @@ def gibberish(
     torch.Size([4, 10])
     """
     view, generator = as_view(model), torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, view.d_vocab, (n, length), generator=generator)
+    tokens = torch.randint(0, view.vocabulary_size, (n, length), generator=generator)
     bos = bos_to_prepend(view, prepend_bos)
     if bos is not None:
         tokens[:, 0] = bos

@@ -48,7 +48,7 @@ def product_of(
     run: RunningHeads, h: Float[Tensor, "batch position d_model"]
 ) -> Float[Tensor, "batch head query key"]:
     """``x W x^T`` of the running heads, x a part ``h`` of the stream at the scales of the pass."""
-    q, k = (f(h)[:, :, list(run.heads)] for f in (run.layer.project_q, run.layer.project_k))
+    q, k = (run.layer.project(h, which)[:, :, list(run.heads)] for which in "qk")
     return run.layer.scale * einsum(q, k, "b i h e, b j h e -> b h i j")
 
 

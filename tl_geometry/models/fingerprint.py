@@ -1,17 +1,17 @@
-"""The fingerprint of a model: a hash of all weights and of the settings that its passes read.
-Results carry it, and a basis of another model is refused by it."""
+"""The fingerprint of a model: a hash of all weights and buffers and of the settings that its passes
+read. Results carry it, and a basis of another model is refused by it."""
 
 from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
-from torch import Tensor, nn
+from torch import Tensor
 
 from tl_geometry.base.errors import UnsupportedModelError, require
 from tl_geometry.models.parameters import modules_of
@@ -30,6 +30,11 @@ BIAS: dict[str, str] = dict.fromkeys(("lm_head.bias", "embed_out.bias"), "unembe
 IGNORED = ("name", "path", "version", "dtype", "token", "dropout", "device", "seed", "init", "use_")
 """Parts of the names of settings that say where a model comes from, how it is saved, trained or
 looked at, and not what it computes."""
+ACTIVATIONS = ("act", "act_fn", "activation_fn")
+"""Where modules keep a function that is no module."""
+GROWING = ("training", "mask", "max_seq_len_cached")
+"""Flags, buffers and numbers that a pass changes, or that say nothing of what it computes: the mask
+and the tables of HookedTransformer grow with the longest input so far."""
 _LOADED: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
 """What the loader knows about a model that it made: ``name``, ``head_trained``."""
 
@@ -59,8 +64,8 @@ def head_trained(model: Any) -> bool:
 
 
 def fingerprint(model: Any) -> str:
-    """16 hex digits that identify what a model computes: xxh3 of every parameter, of the small
-    tables that modules keep (rotary frequencies), and of the configuration.
+    """16 hex digits that identify what a model computes: xxh3 of every parameter and buffer, of the
+    class, numbers and flags of every module, and of the configuration.
 
     The same weights and settings in the same class give the same digits in every process and on
     every device. An output head that loading drew at random is left out.
@@ -68,13 +73,15 @@ def fingerprint(model: Any) -> str:
     Raises ``UnsupportedModelError`` for weights that are quantised, or that have no values (the
     meta device).
     """
-    skipped = () if head_trained(model) else HEADS
-    named = {BIAS.get(n, n): value for n, value in require_numbers(model).items()}
+    skipped, held = () if head_trained(model) else HEADS, require_numbers(model)
+    named = {BIAS.get(n, n): value for n, value in held.tensors.items()}
     named = {n: named[n] for n in sorted(named) if not n.startswith(skipped)}
-    digest = xxhash.xxh3_64(json.dumps(_settings(model), sort_keys=True, default=str).encode())
+    settings = _settings(model) | {"modules": held.modules}
+    digest = xxhash.xxh3_64(json.dumps(settings, sort_keys=True, default=str).encode())
     # memory is what this waits for, and xxhash lets other threads run meanwhile
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        for (name, value), bits in zip(named.items(), pool.map(_bits, named.values())):
+        hashes = map if torch.get_num_threads() == 1 else pool.map
+        for (name, value), bits in zip(named.items(), hashes(_bits, named.values())):
             if bits is not None:
                 digest.update(f"{name}|{value.dtype}|{tuple(value.shape)}|{bits}".encode())
     return digest.hexdigest()
@@ -90,55 +97,72 @@ def _bits(value: Tensor) -> str | None:
     return xxhash.xxh3_64(flat.numpy().data).hexdigest()
 
 
-def weights_of(model: Any) -> dict[str, Tensor]:
-    """Parameters (each once), and rotary frequencies, by names that are the same in every version
-    of TransformerLens."""
+class Held(NamedTuple):
+    """What the modules of a model hold, by names that are the same in every version of
+    TransformerLens: ``tensors`` are parameters and buffers, each once; ``modules`` says the class,
+    numbers and flags of each; ``unusable`` names what is no floating-point weight."""
+
+    tensors: dict[str, Tensor]
+    modules: dict[str, list[Any]]
+    unusable: list[str]
+
+
+def held_by(model: Any) -> Held:
+    """Everything that the modules of a model hold, in one walk."""
     # HookedTransformer holds a position table that ALiBi does not use, and never fills it
     alibi = getattr(getattr(model, "cfg", None), "positional_embedding_type", "") == "alibi"
-    unused = ("pos_embed.W_pos",) if alibi else ()
-    found: dict[int, tuple[str, Tensor]] = {}
+    unused = "pos_embed.W_pos" if alibi else None
+    held, seen, kinds = Held({}, {}, []), set[int](), dict[type, str]()
     for name, module in modules_of(model):
+        kinds[type(module)] = name
+        # peft keeps the map that an adapter stands beside under this name
+        if "base_layer" in module._modules:
+            held.unusable.append(f"{name.rstrip('.')}, an adapter that is not merged")
         for leaf, value in (*module._parameters.items(), *module._buffers.items()):
-            acts = leaf in module._parameters or leaf.endswith("inv_freq")
-            if acts and value is not None:
-                found.setdefault(id(value), (f"{name}{leaf}", value.detach()))
-    return {name: value for name, value in found.values() if name not in unused}
+            if value is None or id(value) in seen or leaf in GROWING or name + leaf == unused:
+                continue
+            seen.add(id(value))
+            held.tensors[name + leaf] = value.detach()
+            if value.is_meta or (leaf in module._parameters and value.dtype not in DTYPES):
+                where = "on the meta device" if value.is_meta else value.dtype
+                held.unusable.append(f"{name}{leaf}, {where}")
+        # wrappers of TransformerLens, whose settings differ between its versions, compute nothing
+        if "_original_component" not in module._modules and module is not model:
+            held.modules[name] = [type(module).__name__, *_plain(vars(module))]
+    for cls, name in kinds.items():
+        kind = f"{cls.__module__}.{cls.__name__}"
+        if any(text in kind.lower() for text in QUANTISED):
+            held.unusable.append(f"{name.rstrip('.')}, a {kind}")
+    return held
+
+
+def _plain(attributes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Numbers, flags and activation functions among the attributes of a module."""
+    for name, value in attributes.items():
+        if type(value) in (bool, int, float) and name[0] != "_" and name not in GROWING:
+            yield name, value
+        elif name in ACTIVATIONS and callable(value):
+            yield name, getattr(value, "__name__", type(value).__name__)
+
+
+def require_numbers(model: Any) -> Held:
+    """:func:`held_by`. Raise ``UnsupportedModelError`` unless all weights are there, as
+    floating-point numbers."""
+    held = held_by(model)
+    what, expected = f"weights of {type(model).__name__}", "numbers, not quantised"
+    got, fits = ", ".join(held.unusable[:1]), not held.unusable
+    require(fits, what, expected=expected, got=got, error=UnsupportedModelError)
+    return held
 
 
 def _settings(model: Any) -> dict[str, Any]:
     """The settings that the forward pass reads: those of the Hugging Face configuration, or of
-    HookedTransformer's own, and the activation functions that modules hold."""
+    HookedTransformer's own."""
     config = getattr(getattr(model, "original_model", None), "config", None)
-    read, acts = config.to_dict() if config is not None else vars(model.cfg), set()
-    for _, module in modules_of(model):
-        for name in ("act", "act_fn", "activation_fn"):
-            act = vars(module).get(name) or module._modules.get(name)
-            known = type(act) if isinstance(act, nn.Module) else act
-            acts |= {getattr(known, "__name__", str(known))} if callable(act) else set()
+    read = config.to_dict() if config is not None else vars(model.cfg)
     acting = {k: str(v) for k, v in read.items() if v is not None and not _left_out(k, v)}
-    return {"class": type(model).__name__, "settings": acting, "activations": sorted(acts)}
+    return {"class": type(model).__name__, "settings": acting}
 
 
 def _left_out(name: str, value: Any) -> bool:
     return name.startswith("_") or callable(value) or any(part in name for part in IGNORED)
-
-
-def require_numbers(model: nn.Module) -> dict[str, Tensor]:
-    """:func:`weights_of`. Raise ``UnsupportedModelError`` unless all are there, as floating-point
-    numbers."""
-    weights = weights_of(model)
-    bad = [
-        f"{name}, {'on the meta device' if p.is_meta else p.dtype}"
-        for name, p in weights.items()
-        if p.is_meta or p.dtype not in DTYPES
-    ]
-    kinds: dict[type, str] = {}
-    for name, module in modules_of(model):
-        kinds[type(module)] = name = name.rstrip(".")
-        # peft keeps the map that an adapter stands beside under this name
-        bad += [f"{name}, an adapter that is not merged"] if "base_layer" in module._modules else []
-    named = {f"{kind.__module__}.{kind.__name__}": name for kind, name in kinds.items()}
-    bad += [f"{n}, a {k}" for k, n in named.items() if any(q in k.lower() for q in QUANTISED)]
-    what, expected = f"weights of {type(model).__name__}", "numbers, not quantised"
-    require(not bad, what, expected=expected, got=", ".join(bad[:1]), error=UnsupportedModelError)
-    return weights

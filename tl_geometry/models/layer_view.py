@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tl_geometry.models.attention import Attention, scores_of
+from tl_geometry.models.attention import Attention, Heads, Stream, scores_of
 from tl_geometry.models.reconstruction import (
     ReconstructionReport,
     pattern_error,
@@ -22,8 +22,6 @@ from tl_geometry.models.reconstruction import (
 from tl_geometry.models.rotary import RotaryPlanes, planes_of_tables
 from tl_geometry.models.softmax import masked_softmax, soft_cap
 
-Stream = Float[Tensor, "*batch d_model"]
-Heads = Float[Tensor, "*batch head d_head"]
 Scores = Float[Tensor, "batch head query key"]
 
 SUMMANDS = 256
@@ -41,7 +39,7 @@ class LayerView(Attention):
     For any additive split ``h = sum_a p_a`` of the layer's input (all tensors have the full
     position axis)::
 
-        q_a = q_map(p_a) * q_scale[..., None]     [batch position head d_head]   (k_a likewise)
+        q_a = mapped(p_a, "q") * q_scale[..., None]  [batch position head d_head]  (k_a likewise)
         q   = sum_a q_a + q_constant
         score[b, h, i, j] = scale * <q[b, i, h], k[b, j, h]> + bias[h, i, j]
         pattern = softmax of score, or of softcap * tanh(score / softcap)
@@ -49,13 +47,12 @@ class LayerView(Attention):
     over the allowed keys (and one more logit, ``sinks[h]``, where there are sinks); scores are
     before any soft cap.
 
-    ``q_map`` holds what does not depend on the tokens: centring, gain, W_Q (``projected``), then
+    ``mapped`` holds what does not depend on the tokens: centring, gain, W_Q (``projected``), then
     the linear part of QK-norm and the rotation by the position (``turned``); ``q_scale`` the frozen
     scales (one over norm scale, and over the QK-norm's); ``q_constant`` the bias of norm and
-    projection, scaled and rotated alike. ``v_map``, ``v_scale`` (one over norm scale) and
-    ``v_constant`` make values in the same way. ``turn`` is the rotation inside the maps, where
-    there is one; ``bias`` is ALiBi's, else ``None``; ``allowed`` the mask (causal, sliding window,
-    bidirectional).
+    projection, scaled and rotated alike. ``v_scale`` (one over norm scale) and ``v_constant`` make
+    values in the same way. ``turn`` is the rotation, where there is one; ``bias`` is ALiBi's, else
+    ``None``; ``allowed`` the mask (causal, sliding window, bidirectional).
 
     ``pattern``, ``scores``, ``v`` and ``z`` (mixed values) are the model's own; ``scores`` is
     masked and after the soft cap, ``None`` where the hook holds the pattern. ``reconstruction``
@@ -88,27 +85,10 @@ class LayerView(Attention):
         """Whether the maps rotate."""
         return self.turn is not None
 
-    # ---- parts of the stream as queries, keys and values
-
-    def q_map(self, parts: Stream) -> Heads:
-        """Queries of parts, without scale and constant."""
-        return self.turned(self.projected(parts, "q"), "q")
-
-    def k_map(self, parts: Stream) -> Heads:
-        """Keys of parts, without scale and constant."""
-        return self.turned(self.projected(parts, "k"), "k")
-
-    def v_map(self, parts: Stream) -> Heads:
-        """Values of parts, without scale and constant."""
-        return self.projected(parts, "v")
-
-    def project_q(self, parts: Stream) -> Heads:
-        """Queries of additive parts (without the constant)."""
-        return self.q_map(parts) * self.q_scale.unsqueeze(-1)
-
-    def project_k(self, parts: Stream) -> Heads:
-        """Keys of additive parts (without the constant)."""
-        return self.k_map(parts) * self.k_scale.unsqueeze(-1)
+    def project(self, parts: Stream, which: str) -> Heads:
+        """Queries (``"q"``), keys or values of additive parts, at the frozen scales and without the
+        constant: the one place where a part of the stream becomes a query."""
+        return self.mapped(parts, which) * getattr(self, f"{which}_scale").unsqueeze(-1)
 
     def without_norm(
         self, scale: Float[Tensor, "batch position head"]
@@ -122,8 +102,8 @@ class LayerView(Attention):
         """The same layer as a function of ``norm(h)`` (no gain, no bias), which is its ``h``: no
         norm scale is frozen any more.
 
-        ``q = q_map(x) * q_scale + q_constant`` for ``x = (h A) / s``, with ``q_scale`` that of the
-        QK-norm where there is one, else one.
+        ``q = mapped(x, "q") * q_scale + q_constant`` for ``x = (h A) / s``, with ``q_scale`` that
+        of the QK-norm where there is one, else one.
         """
         return replace(
             self,

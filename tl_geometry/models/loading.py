@@ -52,7 +52,7 @@ def load(
         return results.load(path)
     require(path.suffix != ".safetensors", "path", expected="a file that is there", got=str(path))
     expected = f"a model with safetensors in {path.name}, or a name that TransformerLens knows"
-    with _refusing("model", expected):
+    with _refusing("model", expected), torch.random.fork_rng(devices=[]):
         if path.is_dir() or str(model).startswith(("/", ".", "~")):
             hf, tokenizer, trained = _read(path, dtype)
             options = {"processed": processed, "name": _shown(path), "head_trained": trained}
@@ -105,7 +105,8 @@ def from_hf(
     ids = torch.arange(3, 11, device=hf_model.device).unsqueeze(0) % hf_model.config.vocab_size
     before = hf_model(ids).logits.double().log_softmax(-1)
     expected = f"an architecture that TransformerBridge supports, not {architecture}"
-    with TemporaryDirectory() as scratch, _refusing(name, expected, UnsupportedModelError):
+    refusing = _refusing(name, expected, UnsupportedModelError)
+    with TemporaryDirectory() as scratch, quiet(), refusing:
         options = {"hf_config": hf_model.config, "tokenizer": _on_disk(tokenizer, scratch)}
         bridge = build_bridge_from_module(hf_model, architecture, **options)
         if processed:
@@ -122,14 +123,16 @@ def from_hf(
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """No progress bars and no remarks of transformers on standard error."""
+    """No progress bars and no remarks of transformers on standard error, and no draw from the
+    global generator, by which models are initialised before their weights are read."""
     from transformers.utils import logging as hf_logging
 
     level, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
     try:
-        yield
+        with torch.random.fork_rng(devices=[]):
+            yield
     finally:
         hf_logging.set_verbosity(level)
         if bars:

@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry.base.errors import fail, require
+from tl_geometry.base.html import of_bytes
 from tl_geometry.base.results import Provenance
 from tl_geometry.models.fingerprint import fingerprint
 from tl_geometry.models.layer_view import LayerHook
@@ -166,6 +167,12 @@ class ModelView(Layers):
         """Whether the model reads text."""
         return part(self._model, "tokenizer") is not None
 
+    @property
+    def vocabulary_size(self) -> int:
+        """Ids below this have a text: those of the tokenizer. An embedding often has more rows."""
+        tokenizer = part(self._model, "tokenizer")
+        return self.d_vocab if tokenizer is None else min(self.d_vocab, len(tokenizer))
+
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without special tokens."""
         if not self.has_tokenizer:
@@ -174,11 +181,15 @@ class ModelView(Layers):
         return [int(i) for i in ids]
 
     def decode(self, ids: Sequence[int]) -> list[str]:
-        """Text of each token id; ``"<7>"`` where it has none."""
+        """Text of each token id; ``"<7>"`` where it has none, ``"<0xF0>"`` of a byte that is no
+        whole character."""
         if not self.has_tokenizer:
             return [f"<{i}>" for i in ids]
-        single = [[int(i)] for i in ids]
-        texts = self._model.tokenizer.batch_decode(single, clean_up_tokenization_spaces=False)
+        single, tokenizer = [[int(i)] for i in ids], self._model.tokenizer
+        texts = tokenizer.batch_decode(single, clean_up_tokenization_spaces=False)
+        for at, text in enumerate(texts):
+            if "\ufffd" in text:  # a piece of a character, or several
+                texts[at] = of_bytes(tokenizer.convert_ids_to_tokens(int(ids[at])))
         return [text or f"<{i}>" for text, i in zip(texts, ids, strict=True)]
 
     # ---- results
@@ -192,15 +203,17 @@ class ModelView(Layers):
         instead = "a copy of the model (copy.deepcopy) while it is trained or processed"
         require(now == self.fingerprint, what, expected=expected, got=got, instead=instead)
 
-    def provenance(self, rows: Any = None, **fields: Any) -> Provenance:
+    def provenance(self, rows: Any = None, *, streamed: bool = True, **fields: Any) -> Provenance:
         """Provenance of a result of this model (on ``rows``, a
         :class:`~tl_geometry.TokenWindows`), with the user hooks that act on it now; ``fields`` are
         its other fields.
 
         Call it when the passes have ended: it raises where the weights have changed since this
-        view was made (:meth:`require_unchanged`).
+        view was made (:meth:`require_unchanged`). That takes as long as a third of a pass over one
+        prompt, so that what is not ``streamed`` does not ask: its view has just been made.
         """
-        self.require_unchanged()
+        if streamed:
+            self.require_unchanged()
         about: dict[str, Any] = {"model": self.name, "fingerprint": self.fingerprint}
         about |= {"library": f"{self.class_name}, {self.library}", "processed": self.processed}
         about |= {"dtype": self.dtype_name, "hooks": self.hooked()}

@@ -58,15 +58,20 @@ def inner(module: Any) -> Any:
 
 
 def modules_of(model: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Every module once, by its name without the wrappers of bridges, in the order of
-    ``named_modules``, which takes ten times as long for the 2,000 modules of a bridge."""
+    """Every module once but hook points, which hold nothing, by its name without the wrappers of
+    bridges, in the order of ``named_modules``, which takes ten times as long for the 2,000 modules
+    of a bridge."""
     stack, seen = [("", getattr(model, "original_model", None) or model)], set()
     while stack:
         name, module = stack.pop()
         if module not in seen:
             seen.add(module)
             yield name.replace("_original_component.", ""), module
-            inside = [(f"{name}{n}.", m) for n, m in module._modules.items() if m is not None]
+            inside = [
+                (f"{name}{n}.", m)
+                for n, m in module._modules.items()
+                if m is not None and type(m).__name__ != "HookPoint"
+            ]
             stack += reversed(inside)
 
 

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from tl_geometry.base.errors import UnsupportedModelError, require
-from tl_geometry.models.fingerprint import fingerprint, head_trained, loader_facts, weights_of
+from tl_geometry.models.fingerprint import fingerprint, head_trained, held_by, loader_facts
 from tl_geometry.models.layers import CORE, TABLES
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.parameters import part
-from tl_geometry.models.runner import Runner, brief, without_hooks
+from tl_geometry.models.runner import Runner, brief, require_default_device, without_hooks
 from tl_geometry.models.states import AFTER, BEFORE, state_hooks
 
 SIZES = ("n_heads", "d_model", "d_head", "d_vocab", "n_ctx")
@@ -71,11 +71,12 @@ def view(model: Any) -> ModelView:
     >>> tlg.view(tlg.zoo.embedded()).states
     range(0, 5)
     """
+    require_default_device()
     if isinstance(model, ModelView):
         now = view(model._model)
         same = (now.fingerprint, now.device) == (model.fingerprint, model.device)
         # what the model object itself does not say stays as it is in the view
-        return replace(model, bos_id=now.bos_id, pad_id=now.pad_id) if same else now
+        return known_view(model) if same else now
     class_name, cfg, parameter = class_of(model), model.cfg, next(iter(model.parameters()))
     hooks, name = state_hooks(len(model.blocks)), loader_facts(model).get("name") or _name(model)
     run = Runner(name=name, class_name=class_name, state_hooks=hooks, _model=model)
@@ -83,8 +84,7 @@ def view(model: Any) -> ModelView:
     probe, made_of = _PROBES.get(model), (digits, parameter.device)
     if probe is None or probe.made_of != made_of:
         probe = _PROBES[model] = _probe(run, made_of)
-    norm, tokenizer = cfg.normalization_type, getattr(model, "tokenizer", None)
-    cls, bos, pad = (getattr(tokenizer, f"{n}_token_id", None) for n in ("cls", "bos", "pad"))
+    norm = cfg.normalization_type
     # HookedTransformer calls its norms LNPre or RMSPre where weights were folded
     folded = class_name == "HookedTransformer" and str(norm).endswith("Pre")
     return ModelView(
@@ -103,8 +103,7 @@ def view(model: Any) -> ModelView:
         dtype=parameter.dtype,
         device=parameter.device,
         head_trained=head_trained(model),
-        bos_id=bos if cls is None else cls,
-        pad_id=pad,
+        **_special_tokens(model),
         _probe=probe.activations,
         _found=probe.found,
     )
@@ -119,7 +118,7 @@ def _probe(run: Runner, made_of: tuple[str, torch.device]) -> Probe:
     relies on."""
     model, states = run._model, run.state_hooks
     # the least element is NaN where any is, and takes no memory
-    bad = [n for n, p in weights_of(model).items() if p.numel() and bool(p.amin().isnan())]
+    bad = [n for n, p in held_by(model).tensors.items() if p.numel() and bool(p.amin().isnan())]
     what, got = f"weights of {run.name}", f"NaN in {brief(bad)}"
     require(not bad, what, expected="numbers", got=got, error=UnsupportedModelError)
     shape, generator = (PROBE_BATCH, min(PROBE_LENGTH, int(model.cfg.n_ctx))), torch.Generator()
@@ -154,3 +153,19 @@ def _name(model: Any) -> str:
 
 as_view = view
 """The same function under a name that leaves ``view`` free for what it returns."""
+
+
+def known_view(model: Any) -> ModelView:
+    """The view of a model for what reads text, which weights do not touch, and for edits, which
+    compare them when they are used: a view that is given is not compared with the weights again,
+    only its special tokens are those of the tokenizer now."""
+    if not isinstance(model, ModelView):
+        return view(model)
+    return replace(model, **_special_tokens(model._model))
+
+
+def _special_tokens(model: Any) -> dict[str, Any]:
+    """The ids of the tokens that begin a text and that pad one."""
+    tokenizer = part(model, "tokenizer")
+    cls, bos, pad = (getattr(tokenizer, f"{n}_token_id", None) for n in ("cls", "bos", "pad"))
+    return {"bos_id": bos if cls is None else cls, "pad_id": pad}

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn.modules.dropout import _DropoutNd
 
 from tl_geometry.base.checks import describe
-from tl_geometry.base.errors import UnsupportedModelError, require
+from tl_geometry.base.errors import UnsupportedModelError, fail, require
 from tl_geometry.models.parameters import modules_of, part
 
 Hook = Callable[[Tensor], Tensor | None]
@@ -97,6 +97,9 @@ class Runner:
                 out = self._forward(ids, logits, forward)
         except Stop:
             out = None
+        except ReferenceError:  # bridges hold on to the model that they were copied from
+            expected, got = "a whole model", "a copy of a TransformerBridge that is gone"
+            fail(self.name, expected=expected, got=got, instead="tl_geometry.load(hf_model)")
         finally:
             for point, handle in handles:
                 take_away(point, handle)
@@ -130,6 +133,15 @@ class Runner:
         got, instead = f"{got}, from {low} to {high}", f"shorter windows, of {self.name}"
         require(fits, "tokens", expected=expected, got=got, instead=instead)
         return tokens.to(device, torch.int64)
+
+    def require_gradients(self) -> None:
+        """Raise where autograd cannot follow a pass: inside of ``torch.inference_mode``, and for a
+        model that was made inside of it."""
+        made = any(weight.is_inference() for weight in self._model.parameters())
+        got, instead = "those of torch.inference_mode", "torch.no_grad() in its place"
+        fits = not made and not torch.is_inference_mode_enabled()
+        what = f"gradients of {self.name}"
+        require(fits, what, expected="tensors of autograd", got=got, instead=instead)
 
     def _forward(self, ids: Tensor, logits: bool, forward: Mapping[str, Any]) -> Tensor | None:
         """Call the model; the logits, where they are asked for."""
@@ -217,6 +229,13 @@ def require_full_precision(device: torch.device, name: str) -> None:
         got = "TF32" if (matmul.allow_tf32 if tf32 is None else tf32) else got
     instead = 'torch.set_float32_matmul_precision("highest"), without autocast'
     require(not got, name, expected="products in the dtype of the model", got=got, instead=instead)
+
+
+def require_default_device() -> None:
+    """Raise where new tensors are made on another device than the CPU, on which generators draw."""
+    device = torch.get_default_device()
+    instead = 'torch.set_default_device("cpu"), and model.to(device)'
+    require(device.type == "cpu", "default device", expected="cpu", got=device, instead=instead)
 
 
 # ---- hooks of the user

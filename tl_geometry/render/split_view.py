@@ -173,7 +173,7 @@ def panel_values(
     """The panels of one context, the total and the pattern; NaN where no key is allowed."""
     allowed = split.allowed[rows]
     zero = torch.zeros(()).to(split.q)
-    sums = [sum((split.term(*pair) for pair in some), zero) for some in panels.values()]
+    sums = [sum((split.terms[pair] for pair in some), zero) for some in panels.values()]
     scores = [x[context, rows] for x in (*sums, split.total())]
     if centered:
         scores = [row_center(x, allowed) for x in scores]

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tl_geometry.base.errors import require
+from tl_geometry.base.guarded import Guarded
 from tl_geometry.base.intervals import paired_interval
 from tl_geometry.base.results import Result
 from tl_geometry.scores.score_split import ScoreSplit
@@ -25,7 +25,7 @@ TOTAL = "all terms"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class OffsetProfile(Result):
+class OffsetProfile(Guarded, Result):
     """Mean of a term at each offset i - j from ``first`` on, with ``low`` and ``high`` the bounds
     of its 95% interval over prompts: what :func:`offset_profile` returns. The basis is taken
     as given, so the interval does not cover its sampling error.
@@ -71,15 +71,13 @@ def offset_profile(
     normalised basis of a rotary model without QK-norm it is the kernel, the same in every prompt,
     so that its interval has no width.
     """
-    start = (split.provenance.window or (0, 0))[0] if drop is None else drop
-    length = split.k.shape[2]
-    require(0 <= start < length, "drop", expected=f"0 to {length - 1}", got=start)
+    start = split.first(drop)
     matrix = split.summed() if term is None else split.terms[term]
     term_matrix, allowed = matrix[..., start:, start:].double(), split.allowed[:, start:, start:]
     batch, heads, length, _ = term_matrix.shape
     # i - j + length - 1, so that the most negative offset has index 0
     index = torch.arange(length).unsqueeze(1) - torch.arange(length) + length - 1
-    index = index.flatten().to(term_matrix.device)
+    index = index.flatten()
     size = 2 * length - 1
     cells = allowed.new_zeros(heads, size, dtype=torch.int64)
     cells.index_add_(1, index, allowed.flatten(1).long())
@@ -89,7 +87,7 @@ def offset_profile(
     mean, low, high, _ = paired_interval(means)
     # the first offset that any head's mask allows (argmax returns the first maximum)
     first = int((cells > 0).any(0).int().argmax())
-    mean, low, high, cells = (x[:, first:].cpu() for x in (mean, low, high, cells))
+    mean, low, high, cells = (x[:, first:] for x in (mean, low, high, cells))
     name = TOTAL if term is None else split.label("-".join(split.terms.pair(term)))
     return OffsetProfile(
         provenance=split.provenance,

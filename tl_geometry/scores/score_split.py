@@ -13,12 +13,15 @@ from einops import einsum
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tl_geometry.base.errors import fail, require
+from tl_geometry.base import checks
+from tl_geometry.base.errors import fail
 from tl_geometry.models.reconstruction import Check, ReconstructionReport
 from tl_geometry.scores.planes import HeadPlanes, PlanesLike, PlaneTable, describe_planes
 from tl_geometry.scores.share_table import COLUMNS, ShareTable
 from tl_geometry.scores.sums import BLOCK, ShareSums, share_sums
 from tl_geometry.scores.terms import ALIBI, TermResult, key_of, term_names, term_pairs
+
+ALL = slice(None)
 
 
 class Terms(Mapping[tuple[str, str], Tensor]):
@@ -26,12 +29,17 @@ class Terms(Mapping[tuple[str, str], Tensor]):
     is asked for: ``terms["pos", "cvec"]`` is ``terms["pos-cvec"]``."""
 
     def __init__(self, split: ScoreSplit) -> None:
-        self._split, alibi = split, split.bias is not None
+        self._split, alibi = split, vars(split)["bias"] is not None
         names = term_names(split.parts, alibi=alibi)
         self._pairs = dict(zip(names, term_pairs(split.parts, alibi=alibi), strict=True))
 
     def __getitem__(self, term: tuple[str, str] | str) -> Float[Tensor, "batch head query key"]:
-        return self._split.term(*self.pair(term))
+        query_part, key_part = self.pair(term)
+        split, parts = vars(self._split), self._split.parts
+        if query_part == ALIBI:
+            # a copy, as all other terms are: writing to one leaves the split as it is
+            return split["bias"].expand(split["q"].shape[1], -1, -1, -1).clone()
+        return _products(split["q"][parts.index(query_part)], split["k"][parts.index(key_part)])
 
     def pair(self, term: tuple[str, str] | str) -> tuple[str, str]:
         """A term as (query part, key part)."""
@@ -84,8 +92,11 @@ class ScoreSplit(TermResult):
     @property
     def allowed(self) -> Bool[Tensor, "head query key"]:
         """The keys that each query may attend to."""
-        keys = torch.arange(self.k.shape[2], device=self.q.device)
-        first, stop = self.key_range.unsqueeze(-2).unbind(-1)
+        return self._allowed(ALL)
+
+    def _allowed(self, rows: slice, heads: int | slice = ALL) -> Bool[Tensor, "*head query key"]:
+        keys = torch.arange(vars(self)["k"].shape[2])
+        first, stop = vars(self)["key_range"][heads, rows].unsqueeze(-1).unbind(-2)
         return (keys >= first) & (keys < stop)
 
     @property
@@ -94,45 +105,32 @@ class ScoreSplit(TermResult):
         part first."""
         return Terms(self)
 
-    def term(self, query_part: str, key_part: str) -> Float[Tensor, "batch head query key"]:
-        """One term."""
-        query_part, key_part = Terms(self).pair((query_part, key_part))
-        if self.bias is not None and query_part == ALIBI:
-            # a copy, as all other terms are: writing to one leaves the split as it is
-            return self.bias.expand(self.q.shape[1], -1, -1, -1).clone()
-        a, b = (self.parts.index(part) for part in (query_part, key_part))
-        return _products(self.q[a], self.k[b])
+    def summed(self, rows: slice = ALL) -> Float[Tensor, "batch head query key"]:
+        """Sum of all terms at every cell, allowed or not; here and below of some queries
+        (``rows``), so that long prompts can be read block by block."""
+        own = vars(self)
+        total = _products(own["q"][:, :, rows].sum(0), own["k"].sum(0))
+        return total if own["bias"] is None else total + own["bias"][:, rows]
 
-    def summed(self) -> Float[Tensor, "batch head query key"]:
-        """Sum of all terms at every cell, allowed or not."""
-        total = _products(self.q.sum(0), self.k.sum(0))
-        return total if self.bias is None else total + self.bias
-
-    def total(self) -> Float[Tensor, "batch head query key"]:
+    def total(self, rows: slice = ALL) -> Float[Tensor, "batch head query key"]:
         """Sum of all terms: the model's scores before any soft cap, -inf outside ``allowed``."""
-        return torch.where(self.allowed, self.summed(), -torch.inf)
+        return torch.where(self._allowed(rows), self.summed(rows), -torch.inf)
 
-    def model_scores(self) -> Float[Tensor, "batch head query key"]:
+    def model_scores(self, rows: slice = ALL) -> Float[Tensor, "batch head query key"]:
         """Scores as they enter the softmax: ``c tanh(total / c)`` where there is a soft cap c."""
-        total, cap = self.total(), self.softcap[:, None, None]
+        total, cap = self.total(rows), self.softcap[:, None, None]
         # inf tanh(total / inf) is NaN, and c tanh(-inf / c) = -c would admit a forbidden key
         outside = torch.isinf(cap) | torch.isneginf(total)
         return torch.where(outside, total, cap * torch.tanh(total / cap))
 
-    def pattern(self) -> Float[Tensor, "batch head query key"]:
+    def pattern(self, rows: slice = ALL) -> Float[Tensor, "batch head query key"]:
         """Attention pattern: softmax over the allowed keys. Where a head has a sink, the sink takes
         part in the softmax and its share is left out, so that rows sum to less than one."""
-        scores = self.model_scores()
+        scores = self.model_scores(rows)
         sinks = self.sinks[:, None, None].expand(*scores.shape[:-1], 1)
         pattern = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
         nothing = torch.isneginf(scores).all(-1, keepdim=True)  # a row without an allowed key
         return pattern.masked_fill(nothing, 0.0)
-
-    def _rows(self, queries: Int[Tensor, " query"]) -> ScoreSplit:
-        """The split at some queries."""
-        bias = None if self.bias is None else self.bias[:, queries]
-        q, key_range = self.q[:, :, queries], self.key_range[:, queries]
-        return dataclasses.replace(self, q=q, bias=bias, key_range=key_range)
 
     def on_planes(self, planes: PlanesLike) -> ScoreSplit:
         """The split restricted to some rotary planes: ``split.on_planes("near")``, ``"middle"``,
@@ -142,14 +140,22 @@ class ScoreSplit(TermResult):
         pattern and shares are those of this part; ``checks`` stay those of the whole.
         """
         # to restrict q is enough: a product is zero where one factor is
-        inside = self.head_planes.coordinates(self.head_planes.chosen(planes)).to(self.q)
+        q, chosen = vars(self)["q"], self.head_planes.chosen(planes)
+        inside = self.head_planes.coordinates(chosen).to(q)
         provenance = self.provenance.flagged(f"rotary planes {describe_planes(planes)} alone")
-        return dataclasses.replace(self, q=self.q * inside, bias=None, provenance=provenance)
+        return dataclasses.replace(self, q=q * inside, bias=None, provenance=provenance)
 
     @property
     def reconstruction(self) -> ReconstructionReport:
         """The worst reconstruction error of each kind over the layers, with its bound."""
         return ReconstructionReport.of(self.checks, self.scale)
+
+    def first(self, drop: int | None = None) -> int:
+        """The first position that counts: after ``drop`` others, by default the first of the
+        window of the basis."""
+        if drop is None:
+            return (self.provenance.window or (0, 0))[0]
+        return checks.index(drop, vars(self)["q"].shape[2], "drop")
 
     def shares(self, drop: int | None = None) -> ShareTable:
         """Covariance and gain shares of terms and groups for each head
@@ -158,22 +164,20 @@ class ScoreSplit(TermResult):
         The first ``drop`` queries and keys are left out (by default those before the window of the
         basis); the attention paid to them stands beside the shares as ``dropped_mass``.
         """
-        start = (self.provenance.window or (0, 0))[0] if drop is None else drop
-        length = self.q.shape[2]
-        require(0 <= start < length, "drop", expected=f"0 to {length - 1}", got=start)
+        start, length = self.first(drop), vars(self)["q"].shape[2]
         layers = torch.tensor([layer for layer, _ in self.heads])
         of_layers = [torch.where(layers == layer)[0] for layer in layers.unique()]
         sums = ShareSums.beside([self._sums_of(heads, start) for heads in of_layers])
         # a few rows at a time, so that memory grows with the length
-        rows = torch.arange(length).split(BLOCK)
-        paid = [self._rows(some).pattern()[..., :start].sum(-1) for some in rows]
+        rows = [slice(i, i + BLOCK) for i in range(0, length, BLOCK)]
+        paid = [self.pattern(some)[..., :start].sum(-1) for some in rows]
         return ShareTable.of(
             # the sums are in the order of layers; `heads` may have another
             sums.select(torch.cat(of_layers).argsort(), "head"),
             provenance=self.provenance,
             heads=self.heads,
             parts=self.parts,
-            dropped_mass=torch.cat(paid, 2)[:, :, start:].mean((0, 2)).double().cpu(),
+            dropped_mass=torch.cat(paid, 2)[:, :, start:].mean((0, 2)).double(),
             head_planes=self.head_planes,
             bias_label=self.bias_label,
         )
@@ -184,14 +188,13 @@ class ScoreSplit(TermResult):
 
     def _sums_of(self, heads: Int[Tensor, " head"], drop: int) -> ShareSums:
         """Sums of some heads of one layer, which share mask, soft cap and rotation."""
-        at, first = slice(drop, None), int(heads[0])
-        keys, cap = torch.arange(self.k.shape[2]), float(self.softcap[first])
-        first_key, stop = self.key_range[first, at].cpu().unsqueeze(-1).unbind(1)
+        own, at, first = vars(self), slice(drop, None), int(heads[0])
+        cap = float(self.softcap[first])
         return share_sums(
-            self.q[:, :, at, heads],
-            self.k[:, :, at, heads],
-            ((keys >= first_key) & (keys < stop))[:, at],
-            bias=None if self.bias is None else self.bias[heads, at, at],
+            own["q"][:, :, at, heads],
+            own["k"][:, :, at, heads],
+            self._allowed(at, first)[:, at],
+            bias=None if own["bias"] is None else own["bias"][heads, at, at],
             softcap=cap if math.isfinite(cap) else None,
             plane=self.head_planes.plane[first],
         )
@@ -201,16 +204,6 @@ class ScoreSplit(TermResult):
 
     def rows(self) -> Sequence[Sequence[object]]:
         return self.shares().rows()
-
-    def __repr__(self) -> str:
-        heads = ", ".join(f"L{layer}H{head}" for layer, head in self.heads[:8])
-        more = f" and {len(self.heads) - 8} more" if len(self.heads) > 8 else ""
-        checks = ", ".join(
-            f"{name} off by {error:.2g} of {bound:.2g} allowed"
-            for name, (error, bound) in self.reconstruction.checks.items()
-        )
-        shown = [self.provenance.line(), f"heads {heads}{more}", f"parts {', '.join(self.parts)}"]
-        return f"ScoreSplit({'; '.join([*shown, checks])})"
 
 
 def _products(q: Tensor, k: Tensor) -> Float[Tensor, "batch head query key"]:

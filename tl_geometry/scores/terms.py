@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
+from tl_geometry.base.guarded import Guarded
 from tl_geometry.base.results import Result
 
 ALIBI = "alibi"
@@ -117,7 +118,7 @@ def key_of(shown: str) -> str:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class TermResult(Result):
+class TermResult(Guarded, Result):
     """Base of results that name terms; ``bias_label`` is how they show (bias, bias)
     (:func:`bias_label`)."""
 

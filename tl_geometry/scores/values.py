@@ -1,5 +1,5 @@
 """What does each source part (position, context, a writer) make a head write into the stream? The
-public function ``split_values``; circuits take :func:`trained_head` from here.
+public function ``split_values``.
 
 With the pattern and the norm scale s frozen, the mixed value of a head is linear in the parts p_a
 of its layer's input,
@@ -14,7 +14,6 @@ and no norm scale is frozen, ``v = sum_a (p_a gain) W_V + constants``.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,13 +27,13 @@ from torch import Tensor
 from tl_geometry.base import checks
 from tl_geometry.base.checks import Head
 from tl_geometry.base.errors import UnsupportedModelError, fail
+from tl_geometry.base.guarded import Guarded
 from tl_geometry.base.results import Provenance, Result
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
-from tl_geometry.models.output_head import OutputHead
 from tl_geometry.models.reconstruction import (
     Check,
     ReconstructionReport,
@@ -48,7 +47,7 @@ from tl_geometry.scores.splitter import Asked
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class ValueSplit(Result):
+class ValueSplit(Guarded, Result):
     """Outputs of some heads as sums over source parts.
 
     ``z[part]`` is the mixed value of each head before W_O; :meth:`output` is its write into the
@@ -67,11 +66,10 @@ class ValueSplit(Result):
     def output(self, part: str | None = None) -> Float[Tensor, "batch position head d_model"]:
         """What each head writes into the stream from one source part (``None``: from all of them,
         the head's whole output)."""
-        z = self.z.sum(0) if part is None else self.z[self._row(part)]
-        return einsum(z, self.W_O, "batch position head e, head e d -> batch position head d")
-
-    def _row(self, part: str) -> int:
-        return self.parts.index(checks.choice(part, self.parts, "part"))
+        z, W_O = (vars(self)[name] for name in ("z", "W_O"))
+        at = None if part is None else self.parts.index(checks.choice(part, self.parts, "part"))
+        z = z.sum(0) if at is None else z[at]
+        return einsum(z, W_O, "batch position head e, head e d -> batch position head d")
 
     @property
     def reconstruction(self) -> ReconstructionReport:
@@ -117,8 +115,7 @@ def split_values(
     True
     """
     asked = Asked.of(model, tokens, basis, parts, layers, heads, prepend_bos)
-    splits, fields = asked.each_layer(cache, partial(_of_layer, asked.view, asked.family))
-    return dataclasses.replace(splits[0], **fields)
+    return asked.split(cache, partial(_of_layer, asked.view, asked.family))
 
 
 def _of_layer(
@@ -158,14 +155,3 @@ def _of_layer(
         W_O=view.weights(layer.layer).W_O[heads].to(layer.h).cpu(),
         checks=tuple(compared),
     )
-
-
-def trained_head(view: ModelView, *, instead: str) -> OutputHead:
-    """The output head of a model whose logits are a norm and a trained linear map of the last
-    state; refuses other models. ``instead`` is what the error recommends."""
-    head, expected = view.output_head() if view.head_trained else None, "a norm and a linear map"
-    if head is None:
-        got = f"the output head of {view.class_name}" if view.head_trained else "a new output head"
-        what, error = f"logits of {view.name}", UnsupportedModelError
-        fail(what, expected=f"{expected}, trained", got=got, instead=instead, error=error)
-    return head

@@ -90,7 +90,7 @@ def _mapped(seen: LayerView, rows: Float[Tensor, "row d_model"]) -> Factors:
     of the stream at position 0."""
     parts = rearrange(rows.to(seen.h), "row d_model -> row 1 1 d_model")
     parts = parts.expand(-1, 1, seen.h.shape[1], -1)
-    q, k = (of(parts)[:, 0, 0].double() for of in (seen.q_map, seen.k_map))
+    q, k = (seen.mapped(parts, which)[:, 0, 0].double() for which in "qk")
     pairs = (rearrange(x, "row head e -> head row e").contiguous() for x in (q * seen.scale, k))
     return Factors(*pairs)
 

@@ -57,12 +57,12 @@ def hugging_face(*, trained: bool = True) -> Any:
     """
     import torch
     from safetensors.torch import load_file
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers import AutoModelForCausalLM, GPT2Config
 
     config = GPT2Config.from_json_file(directory() / "config.json")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
-        model = GPT2LMHeadModel(config).eval()
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     if trained:  # not strict: the output head is tied to the embedding
         model.load_state_dict(load_file(directory() / "model.safetensors"), strict=False)
     return model

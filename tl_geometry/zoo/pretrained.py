@@ -70,7 +70,7 @@ def smollm2(
 def smollm2_hugging_face() -> tuple[Any, Any]:
     """:func:`smollm2` as a plain ``LlamaForCausalLM`` in float32 (which can be saved as a
     directory), and its tokenizer."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
     from tl_geometry.models.loading import quiet
 
@@ -82,10 +82,12 @@ def smollm2_hugging_face() -> tuple[Any, Any]:
         tokenizer = AutoTokenizer.from_pretrained(directory, **file)
         file["dtype"] = torch.float32
         quantized: Any = AutoModelForCausalLM.from_pretrained(directory, **file)
-    # a plain model, so that saving it writes no settings of the quantised file
-    settings = {k: v for k, v in quantized.config.to_dict().items() if k != "quantization_config"}
-    settings |= {"architectures": ["LlamaForCausalLM"], "attn_implementation": "eager"}
-    model = LlamaForCausalLM(LlamaConfig(**settings))
+        # a plain model, so that saving it writes no settings of the quantised file
+        settings = quantized.config.to_dict() | {"architectures": ["LlamaForCausalLM"]}
+        config = LlamaConfig(**{k: v for k, v in settings.items() if k != "quantization_config"})
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation="eager"
+        )
     model.load_state_dict(quantized.state_dict())
     return model.eval(), tokenizer
 

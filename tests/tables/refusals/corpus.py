@@ -153,9 +153,18 @@ GROUPS = (
             "counterfactuals": {"counterfactuals": ["c d", "a"]},
             "an answer": {"answers": 5},
             "positions": {"positions": {"first": 1, "last": -1}},
+            "ids of two lengths": {"texts": [[5, 6], [5, 6, 7]], "prepend_bos": None},
         },
         wrong={
             "none": ({"texts": []}, "tokens|prepend_bos"),
+            "an empty text": ({"texts": ["a b", ""], "prepend_bos": False}, "texts"),
+            "padding in a longer prompt": (
+                {
+                    "texts": lambda s: [[5, 6], [5] + [s.model.tokenizer.pad_token_id] * 2],
+                    "prepend_bos": None,
+                },
+                "tokens",
+            ),
             "a counterfactual too few": ({"counterfactuals": ["c d"]}, "counterfactuals"),
             "a longer counterfactual": (
                 {"counterfactuals": ["a b", "c = 1 + 2 + 3"]},
