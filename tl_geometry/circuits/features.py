@@ -26,6 +26,7 @@ from tl_geometry.base.errors import require
 from tl_geometry.base.results import Result
 from tl_geometry.circuits.dictionaries import Dictionary
 from tl_geometry.circuits.head_readers import HEAD_SIDES, SHARES, Cells, Reads, first_kept
+from tl_geometry.circuits.prompt_pairs import counted
 from tl_geometry.corpus.sources import as_tokens
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.models.batches import batch_of
@@ -33,7 +34,7 @@ from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.reader import as_view
 from tl_geometry.scores.corpus_pass import CorpusPass
-from tl_geometry.scores.terms import BIAS
+from tl_geometry.scores.terms import BIAS, Guarded
 
 ERROR, OFFSET = "error", "b_dec"
 """Parts beside the features: what the dictionary does not explain, and its own bias."""
@@ -42,7 +43,7 @@ PRODUCTS = 2**21
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class FeatureShares(Result):
+class FeatureShares(Guarded, Result):
     """Shares of a dictionary's features in the scores of some heads of one block.
 
     ``parts`` are ``"bias"`` (the reader's constants), ``"error"``, ``"b_dec"`` and the features
@@ -113,9 +114,8 @@ def feature_shares(
     require(width == d_model, "dictionary", expected=f"a model with d_model {width}", got=d_model)
     chosen = checks.heads(heads, view.n_layers, view.n_heads, features.layer)
     start, rows = first_kept(source, drop), batch_of(batch_size, source.length, view.device)
-    for name, value in {"pairs": pairs, "per_cell": per_cell}.items():
-        require(value >= 0, name, expected="at least 0", got=value)
-    sums = _FeatureSums(features, [h for _, h in chosen], start, per_cell, len(source))
+    most, each = counted(pairs, "pairs", 0), counted(per_cell, "per_cell", 0)
+    sums = _FeatureSums(features, [h for _, h in chosen], start, each, len(source))
     stream = CorpusPass(view, source, rows)
     for batch in stream:
         view.run_layers(batch, [features.layer], sums.add, verify=stream.first, **stream.sample())
@@ -123,7 +123,7 @@ def feature_shares(
         provenance=view.provenance(source, window=(start, source.length)),
         heads=chosen,
         drop=start,
-        **sums.finished(pairs),
+        **sums.finished(most),
     )
 
 

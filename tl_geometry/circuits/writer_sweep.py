@@ -35,11 +35,11 @@ from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.writers import Written, run_written, writer_names
 from tl_geometry.scores.corpus_pass import CorpusPass
-from tl_geometry.scores.terms import ALIBI, BIAS
+from tl_geometry.scores.terms import ALIBI, BIAS, Guarded
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class WriterShares(Result):
+class WriterShares(Guarded, Result):
     """Shares of writers in what heads read: what a sweep and a composition have in common.
     ``wrote`` is the block that each part belongs to, -1 before the first."""
 

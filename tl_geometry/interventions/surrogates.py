@@ -25,7 +25,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry.base import checks
-from tl_geometry.base.errors import UnsupportedModelError, require
+from tl_geometry.base.errors import UnsupportedModelError, check_seed, require
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
 from tl_geometry.interventions.prompts import Edit
 from tl_geometry.interventions.terms import HeadsLike, edit_of_scores, heads_by_layer
@@ -81,6 +81,7 @@ def surrogate(
     ...     logits = model(windows.tokens)
     """
     view = as_view(model)
+    check_seed(seed, "seed")
     checks.choice(part, PARTS, "part")
     rotary = view.position == "rotary"
     fits, expected = part in OF_ROTARY or not rotary, "a W_QK that is one matrix for all offsets"

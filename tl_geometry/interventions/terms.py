@@ -24,7 +24,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tl_geometry.base import checks
-from tl_geometry.base.errors import require
+from tl_geometry.base.errors import check_seed, require
 from tl_geometry.base.rows import row_center
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
 from tl_geometry.interventions.prompts import Edit, Known, from_another, require_several
@@ -257,6 +257,7 @@ def planes(
     """
     view = as_view(model)
     checks.choice(how, PLANES_HOW, "how")
+    check_seed(draw, "draw")
     wanted: Any = tuple(names) if isinstance(names, list) else names  # a pair of floats is a band
 
     def new(run: RunningHeads) -> Tensor:

@@ -130,8 +130,8 @@ def faithful(f: Any) -> Answers:
     found |= {"metric": f.metrics, "metric, clean": f.clean}
     found |= {"metric, counterfactual": f.counterfactual, "f of random circuits": f.random_f}
     found |= interval("f", f.f)
-    if f.complements is not None:
-        return found | interval("f of the complement", f.completeness)
+    if f.chosen:
+        return found
     found |= interval("CPR", f.cpr) | interval("CMD", f.cmd)
     return found | {"CPR of random circuits": f.random_cpr}
 
