@@ -48,11 +48,11 @@ FRACTIONS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 class Faithfulness(Guarded, Result):
     """The metric of pruned runs for each pair of prompts, and f from it.
 
-    ``unit`` is what circuits are made of: ``"edges"``, ``"nodes"`` (writers as a whole) or
-    ``"heads"`` (the embedding and MLPs are always kept, yet f = 0 is the run that keeps nothing at
-    all). There are ``total`` of these, of which ``kept`` are kept at each level. ``clean`` and
-    ``counterfactual`` are the metric of whole runs, ``metrics`` that of the circuits, ``random``
-    that of random circuits of equal size. A ``chosen`` set has one level.
+    ``unit`` is what circuits are made of: ``"edges"`` or ``"heads"`` (the embedding and MLPs are
+    always kept, yet f = 0 is the run that keeps nothing at all). There are ``total`` of these, of
+    which ``kept`` are kept at each level. ``clean`` and ``counterfactual`` are the metric of whole
+    runs, ``metrics`` that of the circuits, ``random`` that of random circuits of equal size. A
+    ``chosen`` set has one level.
     """
 
     unit: str
@@ -67,7 +67,7 @@ class Faithfulness(Guarded, Result):
 
     @property
     def fractions(self) -> Float[Tensor, " level"]:
-        """Share of the edges (nodes, heads) that are kept."""
+        """Share of the edges (or heads) that are kept."""
         return self.kept.double() / self.total
 
     @property
@@ -147,7 +147,6 @@ def faithfulness(
     other: Any = None,
     metric: UserMetric | None = None,
     fractions: Iterable[float] | float = FRACTIONS,
-    nodes: bool = False,
     draws: int = 3,
     batch_size: int | None = None,
     prepend_bos: bool | None = None,
@@ -161,8 +160,8 @@ def faithfulness(
     Args:
         prompts, counterfactual, answer, other, metric, batch_size: as in
             :func:`tl_geometry.edge_scores`.
-        circuit: :class:`EdgeScores`, whose edges are kept by absolute score, ``fractions`` of them
-            (with ``nodes=True`` writers as a whole); or a chosen set: heads (``"L5H1"``, ``(5,
+        circuit: :class:`EdgeScores`, whose edges are kept by absolute score, ``fractions`` of
+            them; or a chosen set: heads (``"L5H1"``, ``(5,
             1)``), the embedding and all MLPs then being kept too, or edges (``"L0H3->L5H1<q>"``).
             (Of all other edges it is completeness, near 0 where the set is complete.)
         fractions: one share of the edges, or several.
@@ -186,12 +185,10 @@ def faithfulness(
     layout = EdgeLayout.of(view)
     if isinstance(circuit, EdgeScores):
         levels = tuple(fractions) if isinstance(fractions, Iterable) else (fractions,)
-        unit = "nodes" if nodes else "edges"
-        sets = _ranked_sets(circuit, layout, levels, nodes)
+        unit, sets = "edges", _ranked_sets(circuit, layout, levels)
     else:
-        defaults, what = not nodes and fractions is FRACTIONS, "nodes, fractions"
-        expected, got, instead = "EdgeScores, which they rank", "a chosen set", "neither of them"
-        require(defaults, what, expected=expected, got=got, instead=instead)
+        expected, got = "EdgeScores, of which they are shares", "a chosen set"
+        require(fractions is FRACTIONS, "fractions", expected=expected, got=got)
         unit, sets = _chosen_set(circuit, layout, view)
     # the circuit of each level, then the random ones
     circuits = torch.cat([sets.unsqueeze(0), _random_sets(sets, count, seed)])
@@ -220,15 +217,14 @@ def faithfulness(
 
 
 def _ranked_sets(
-    scores: EdgeScores, layout: EdgeLayout, fractions: Sequence[float], nodes: bool
+    scores: EdgeScores, layout: EdgeLayout, fractions: Sequence[float]
 ) -> Bool[Tensor, "level row"]:
-    """The edges (or nodes) of largest score, for each fraction."""
+    """The edges of largest score, for each fraction."""
     same = scores.layout == layout
     expected, got = "scores of this model's edges", f"{len(scores.scores)} edges of another"
     require(same, "circuit", expected=expected, got=got, instead="edge_scores(model, ...)")
     require(len(fractions) > 0, "fractions", expected="at least one share", got="none")
-    values = scores.node_scores if nodes else scores.scores
-    return torch.stack([largest(values, fraction) for fraction in fractions])
+    return torch.stack([largest(scores.scores, fraction) for fraction in fractions])
 
 
 def _chosen_set(
@@ -314,11 +310,9 @@ def metrics_of_batch(
 
 
 def _mask(layout: EdgeLayout, chosen: Tensor, unit: str) -> Bool[Tensor, "row writer"]:
-    """The writers that a set of edges, nodes or heads keeps for each reader."""
+    """The writers that a set of edges or heads keeps for each reader."""
     if unit == "edges":
         return layout.kept(chosen)
-    if unit == "heads":
-        nodes = torch.ones(len(layout.writers), dtype=torch.bool)
-        nodes[[i for i, name in enumerate(layout.writers) if name[0] == "L"]] = chosen
-        chosen = nodes
-    return layout.allowed & chosen
+    writers = torch.ones(len(layout.writers), dtype=torch.bool)
+    writers[[i for i, name in enumerate(layout.writers) if name[0] == "L"]] = chosen
+    return layout.allowed & writers

@@ -30,11 +30,11 @@ UserMetric = Callable[[Float[Tensor, "batch position d_vocab"]], Float[Tensor, "
 """A number for each prompt of a batch, from the batch's logits."""
 
 
-def counted(value: Any, name: str, least: int = 1) -> int:
-    """A whole number, at least ``least``."""
+def counted(value: Any, name: str) -> int:
+    """A whole number, at least 1."""
     number = whole(value)
-    if number is None or number < least:
-        fail(name, expected=f"a whole number, at least {least}", got=repr(value))
+    if number is None or number < 1:
+        fail(name, expected="a whole number, at least 1", got=repr(value))
     return number
 
 

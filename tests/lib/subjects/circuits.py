@@ -155,18 +155,13 @@ def composed(c: Any) -> Answers:
 
 
 def featured(f: Any) -> Answers:
-    """Shares of features on query and key side, and of pairs of features."""
-    order = f.pairs[:, :, 0] * 1000 + f.pairs[:, :, 1]
-    by_name = order.argsort(1)
+    """Shares of features on query and key side."""
     return {
         "heads": labels(f.heads),
         "parts": list(f.parts),
         "features": f.feature_ids,
         "cs by side": f.cs,
         "gs by side": f.gs,
-        "pairs of features": order.gather(1, by_name),
-        "cs of pairs": f.pair_cs.gather(1, by_name),
-        "gs of pairs": f.pair_gs.gather(1, by_name),
         "share not explained": f.unexplained,
     }
 

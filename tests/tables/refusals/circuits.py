@@ -274,7 +274,6 @@ GROUPS = (
             "heads of another block": ({"heads": "L2H0"}, "heads"),
             "a block beyond": ({"layer": 99}, "layer"),
             "nothing left": ({"drop": 18}, "drop"),
-            "fewer pairs than none": ({"pairs": -1}, "pairs"),
             "a batch of none": ({"batch_size": 0}, "batch_size"),
         },
     ),

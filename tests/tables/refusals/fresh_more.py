@@ -14,7 +14,7 @@ import torch
 
 import tl_geometry as tlg
 from tests.tables.refusals.changed_models import adapted, made, with_text
-from tests.tables.refusals.fresh import QUIET, WRONG
+from tests.tables.refusals.fresh import QUIET
 from tests.tables.refusals.row import NAN, Row, Scene
 from tl_geometry import circuits, interventions, scores
 
@@ -274,8 +274,7 @@ ROWS: tuple[Row, ...] = (
     Row(
         name="25 a target that the vocabulary lacks",
         call=lambda s: traced(with_text(), "w5 w6 w7", "zzz", prepend_bos=True),
-        what="token|target",
-        today=WRONG,
+        what="answer",
     ),
     Row(
         name="25 a column after a filter",
