@@ -302,7 +302,6 @@ SUBJECTS = (
         answers=faithful,
         variants={
             "edges": {},
-            "writers": {"nodes": True, "fractions": (0.3, 0.6, 0.9)},
             "chosen heads": {"circuit": ["L0H1", "L1H0", "L1H2"]},
         },
         order={"metric": 1, "metric, *": 0},
