@@ -191,7 +191,7 @@ def faithfulness(
         require(fractions is FRACTIONS, "fractions", expected=expected, got=got)
         unit, sets = _chosen_set(circuit, layout, view)
     # the circuit of each level, then the random ones
-    circuits = torch.cat([sets.unsqueeze(0), _random_sets(sets, count, seed)])
+    circuits = torch.cat([sets.unsqueeze(0), _random_sets(sets, count, int(seed))])
     options = {"counterfactuals": counterfactual, "answers": answer, "others": other}
     pairs = pairs_of(view, as_prompts(view, prompts, **options, prepend_bos=prepend_bos), metric)
     values = torch.empty(2 + circuits.shape[:2].numel(), len(pairs), dtype=torch.float64)
@@ -211,8 +211,8 @@ def faithfulness(
         metrics=of_circuits[0],
         random=of_circuits[1:],
         chosen=not isinstance(circuit, EdgeScores),
-        seed=seed,
-        provenance=of_pairs(view, pairs, sources=("mueller2025",), seed=seed),
+        seed=int(seed),
+        provenance=of_pairs(view, pairs, sources=("mueller2025",), seed=int(seed)),
     )
 
 

@@ -184,7 +184,8 @@ class Walk:
                 constant = constant + writing_of(self.runner.view).blocks[block.number].b_out
             else:  # its last maps: the activation, perhaps a norm; a norm gives its bias of nothing
                 last = frozen.again(1 + (block.mlp.after.norm_type is not None))
-                constant = block.mlp_of(block.mlp.before.bias.expand(1, 1, -1), last)[0]
+                bias = block.mlp.before.bias.to(run.after)
+                constant = block.mlp_of(bias.expand(1, 1, -1), last)[0]
         heads = self.head_writes(block, run.attention, frozen)
         return *heads, mlp - constant, constant
 

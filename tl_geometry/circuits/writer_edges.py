@@ -163,7 +163,7 @@ def composition(
     require(min(rows, len(source)) > 1, "tokens", expected=expected, got=got)
     start = first_kept(source, drop)
     at = None if queries is None else _positions(queries, source, start)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(int(seed))
     write, read = torch.randn(2, draws, view.d_model, generator=generator).to(view.device)
     borders = torch.tensor(group_borders(len(source), GROUPS)[0])
     readers = {l: [head for layer, head in order if layer == l] for l, _ in order}

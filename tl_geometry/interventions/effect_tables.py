@@ -225,7 +225,7 @@ def effects(
     copies = len(tokens) - len(tokens.unique(dim=0))
     flags = [f"{copies} prompts are copies of others: intervals count them"] if copies else []
     flags += [flag for edit in given.values() for flag in edit.flags]
-    provenance = view.provenance(known.rows, seed=seed, flags=tuple(dict.fromkeys(flags)))
+    provenance = view.provenance(known.rows, seed=int(seed), flags=tuple(dict.fromkeys(flags)))
     fields: dict[str, Any] = {"edits": tuple(given), "metric": name, "clean": clean}
     fields |= {"edited": edited, "controls": found}
     fields |= {"chance": "0 by chance, with 95% intervals over prompts"}

@@ -169,7 +169,7 @@ def derangement(prompts: int, seed: int) -> Int[Tensor, " batch"]:
     ([0, 1, 2, 3, 4], False)
     """
     check_seed(seed, "seed")
-    order = torch.randperm(prompts, generator=torch.Generator().manual_seed(seed))
+    order = torch.randperm(prompts, generator=torch.Generator().manual_seed(int(seed)))
     other = torch.empty_like(order)
     other[order] = order.roll(1)
     return other

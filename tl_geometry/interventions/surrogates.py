@@ -134,6 +134,6 @@ def directions(
     V = V[:, : min(rank, pos_rank)]
     if seed is None:
         return V
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(int(seed))
     draw = torch.randn(V.shape, generator=generator, dtype=torch.float64).to(V)
     return torch.linalg.qr(remove_mean(draw.mT, norm_type).mT).Q

@@ -310,7 +310,7 @@ def random_planes(
     expected = f"fewer than all {len(rotated)} rotated planes, and no other, for a control"
     require(fits, "planes", expected=expected, got=f"{count} planes")
     # another seed for each layer and head: 1009 is more than a model has of either
-    generator = torch.Generator().manual_seed((seed * 1009 + layer) * 1009 + head)
+    generator = torch.Generator().manual_seed((int(seed) * 1009 + layer) * 1009 + head)
     drawn = chosen
     while torch.equal(drawn, chosen):
         drawn = torch.zeros_like(chosen)
