@@ -162,18 +162,18 @@ class EdgeFinder:
             if not walk.between:
                 parts["k"][1] = parts["k"][1] + block.layer.k_constant[0, :, :: block.size("k")]
             q, c = seen.sides["q"].entering.mean(0), block.spec.scale * response
-            for head in heads.unique().tolist():
-                own = rows[heads == head]
-                i = self.positions[own]
+            size = block.size("k")
+            for group in (heads // size).unique().tolist():  # whose heads share keys and values
+                some = heads // size == group
+                h, i = heads[some], at[some]
                 sides = (
-                    (VALUE, "v", pattern[head][i], layer.z[0][i, head]),
-                    (KEY, "k", c[head][i], q[i, head]),
+                    (VALUE, "v", pattern[h, i], layer.z[0][i, h]),
+                    (KEY, "k", c[h, i], q[i, h]),
                 )
                 for edge_type, which, cells, vectors in sides:
-                    group = head // block.size(which)
                     each = [x[:, group] for x in parts[which]]
-                    whole = walk.written(block, seen, which)[:, head]
-                    self._across(edge_type, own, cells, vectors, [*each, whole])
+                    whole = walk.written(block, seen, which)[:, group * size]
+                    self._across(edge_type, rows[some], cells, vectors, [*each, whole])
             writes = walk.head_writes(block, seen, arithmetic)[0]
         # after all edges into this block, so that no head reads another
         self._write(rows, writes[heads, at])
@@ -186,8 +186,8 @@ class EdgeFinder:
         vectors: Float[Tensor, "row d_head"],
         parts: Sequence[Float[Tensor, "source d_head"]],
     ) -> None:
-        """Value or key edges ``cell (vector . part)`` into one head at some queries, from all
-        positions: of the sources, of constants, and of all of the stream, which sums to both."""
+        """Value or key edges ``cell (vector . part)`` into heads that share these at some queries,
+        from all positions: of the sources, of constants, and of all of the stream, which sums to both."""
         writes, constants, whole = parts
         weights = cells[:, self.positions[self.sources]] * (vectors @ writes.mT)
         constant = (cells * (vectors @ constants.mT)).sum(-1)

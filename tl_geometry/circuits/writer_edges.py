@@ -153,7 +153,7 @@ def composition(
     [[1.0, 1.0, 1.0]]
     """
     check_seed(seed, "seed")
-    draws, view = counted(draws, "draws"), as_view(model)
+    draws, seed, view = counted(draws, "draws"), int(seed), as_view(model)
     choice(parts, GRAINS, "parts")
     chosen = checks.heads(heads, view.n_layers, view.n_heads, layers)
     order = sorted(chosen, key=lambda head: head[0])
@@ -163,7 +163,7 @@ def composition(
     require(min(rows, len(source)) > 1, "tokens", expected=expected, got=got)
     start = first_kept(source, drop)
     at = None if queries is None else _positions(queries, source, start)
-    generator = torch.Generator().manual_seed(int(seed))
+    generator = torch.Generator().manual_seed(seed)
     write, read = torch.randn(2, draws, view.d_model, generator=generator).to(view.device)
     borders = torch.tensor(group_borders(len(source), GROUPS)[0])
     readers = {l: [head for layer, head in order if layer == l] for l, _ in order}
