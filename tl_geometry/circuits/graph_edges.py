@@ -184,10 +184,11 @@ class EdgeFinder:
         rows: Int[Tensor, " row"],
         cells: Float[Tensor, "row position"],
         vectors: Float[Tensor, "row d_head"],
-        parts: Sequence[Float[Tensor, "source d_head"]],
+        parts: Sequence[Float[Tensor, "_ d_head"]],
     ) -> None:
         """Value or key edges ``cell (vector . part)`` into heads that share these at some queries,
-        from all positions: of the sources, of constants, and of all of the stream, which sums to both."""
+        from all positions: of the sources, of constants, and of all of the stream, which is the sum
+        of both."""
         writes, constants, whole = parts
         weights = cells[:, self.positions[self.sources]] * (vectors @ writes.mT)
         constant = (cells * (vectors @ constants.mT)).sum(-1)

@@ -256,8 +256,8 @@ class Block:
         assert self.mlp is not None, "a block with an MLP"
         return self.mlp_of(arithmetic.norm(self.mlp.before, read), arithmetic)
 
-    def mlp_of(self, x: Stream, arithmetic: Live) -> Stream:
-        """What the MLP writes, from its normed input."""
+    def mlp_of(self, x: Float[Tensor, "batch _ d_model"], arithmetic: Live) -> Stream:
+        """What the MLP writes, from its normed input (one for all positions will do)."""
         mlp = self.mlp
         assert mlp is not None, "a block with an MLP"
         if isinstance(mlp, MLPModule):
