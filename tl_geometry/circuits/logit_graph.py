@@ -43,8 +43,8 @@ class LogitGraph(Guarded, Result):
     """A logit, or a difference of two, T, as a graph from the tokens; with a counterfactual the
     difference of T between both prompts.
 
-    ``value`` is T before a soft cap of the output, ``capped`` behind it (``None`` without one; such
-    a cap is no sum). ``answer`` and ``other`` the texts of its tokens,
+    ``value`` is T before a soft cap of the output, ``capped`` behind it (``None`` without one):
+    what is behind it is no sum. ``answer`` and ``other`` the texts of its tokens,
     ``position`` where it is read, ``probability`` that of the answer there. ``leaf_values``,
     ``head_values`` and ``mlp_values`` are complete: the part of T that passes through each
     component at each position. Leaves and ``constant`` (and MLPs, with ``mlp="leaf"``) sum to T.

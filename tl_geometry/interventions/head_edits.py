@@ -140,10 +140,8 @@ def heads(
     """
     view = as_view(model)
     checks.choice(by, BY, "by")
-    known, where = (
-        known_prompts(view, by, reference, counterfactual, prepend_bos),
-        places(view, names),
-    )
+    known = known_prompts(view, by, reference, counterfactual, prepend_bos)
+    where = places(view, names)
 
     def make(known: Known | None) -> list[NamedHook]:
         new = Replacement(by, known, {}, seed)
