@@ -29,7 +29,7 @@ from tl_geometry.interventions.terms import heads_by_layer
 from tl_geometry.models.edits import NamedHook, whole_prompts
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
-from tl_geometry.models.reader import as_view
+from tl_geometry.models.reader import as_view, known_view
 from tl_geometry.models.write_spec import by_head, writing_of
 
 BY = ("mean", "zero", "prompt", "counterfactual")
@@ -138,7 +138,7 @@ def heads(
     >>> bool((patched - model(prompts[2:])).abs().max() < 1e-4)
     True
     """
-    view = as_view(model)
+    view = known_view(model)  # `each` and controls make many edits of one view
     checks.choice(by, BY, "by")
     known = known_prompts(view, by, reference, counterfactual, prepend_bos)
     where = places(view, names)
