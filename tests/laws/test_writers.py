@@ -246,7 +246,7 @@ def test_intervals_are_a_jackknife_over_groups_of_prompts(architecture: str) -> 
         assert float(error[:, :2].max()) > 1e-3  # the prompts differ
 
 
-# ---- the table, and what is refused
+# ---- the table
 
 
 def test_rows_have_the_strongest_writers_of_a_side_first() -> None:
@@ -260,14 +260,3 @@ def test_rows_have_the_strongest_writers_of_a_side_first() -> None:
         values = dict(zip(table.parts, table.cs[at].tolist()))
         assert of_side["cs"].tolist() == [values[part] for part in of_side["part"]]
         assert of_side["cs"].abs().is_monotonic_decreasing
-
-
-def test_prompts_and_positions_that_leave_nothing_are_refused() -> None:
-    model = tiny("bridge", "gpt2")
-    assert composed(model, PROMPTS[:2], batch_size=2).drop == 0
-    assert refused(lambda: composed(model, batch_size=1)) == "tokens"
-    assert composed(model, queries=3, drop=3).queries == (3,)
-    assert refused(lambda: composed(model, queries=2, drop=3)) == "queries"
-    assert refused(lambda: composed(model, queries="end")) == "position"
-    assert composed(model, drop=12).drop == 12
-    assert refused(lambda: composed(model, drop=13)) == "drop"

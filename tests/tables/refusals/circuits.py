@@ -220,6 +220,8 @@ GROUPS = (
             **HEADS,
             "one prompt": ({"tokens": lambda s: s.ids[:1]}, "tokens|prompts"),
             "queries beyond": ({"queries": [3, 99]}, "position|queries"),
+            "queries that are left out": ({"queries": 2, "drop": 3}, "queries"),
+            "queries of no name": ({"queries": "end"}, "position"),
             "parts of no name": ({"parts": "tokens"}, "parts"),
             "nothing left": ({"drop": 99}, "drop|tokens"),
         },
