@@ -36,6 +36,8 @@ VALUE, QUERY, KEY = range(3)
 """Places in :data:`~tl_geometry.circuits.logit_graph.EDGE_TYPES`."""
 TARGET_NODE, CONSTANTS_NODE = 0, 1
 """Rows of the two nodes that every graph has."""
+TARGETS = 256
+"""Targets whose sources are gathered at a time: of 100 sources each 100 MB for d_model 1,024."""
 
 
 class EdgeFinder:
@@ -129,7 +131,9 @@ class EdgeFinder:
         """Edges ``vector . write`` from what was written at the target's own position."""
         at = self.positions[targets]
         columns, there = self._same_place(at)
-        weights = einsum(vectors, self.writes[columns], "r d, r c d -> r c") * there
+        steps = zip(vectors.split(TARGETS), columns.split(TARGETS), strict=True)
+        each = [einsum(v, self.writes[c], "r d, r c d -> r c") for v, c in steps]
+        weights = torch.cat(each) * there
         constants = (vectors * self.constant[at]).sum(-1) + constant
         self._add(edge_type, targets, weights, constants, total, columns)
 
