@@ -202,18 +202,15 @@ class Result:
         rows = [tuple(row) for row in self.rows()]
         return pd.DataFrame.from_records(rows, columns=list(self.columns()))
 
-    def to_latex(
-        self, columns: Sequence[str] | None = None, *, rows: int | None = None, digits: int = 4
-    ) -> str:
+    def to_latex(self, columns: Sequence[str] | None = None, *, digits: int = 4) -> str:
         r"""The table as an escaped LaTeX ``tabular`` with the rules of booktabs, by pandas: some
-        ``columns`` (all), the first ``rows`` (all), ``digits`` significant digits. A comment above
-        says what the numbers were computed from."""
+        ``columns`` (all), ``digits`` significant digits. A comment above says what the numbers were
+        computed from."""
         table = self.to_dataframe().map(_in_cell)
         names = [choice(name, list(table), "columns") for name in columns or table]
         note = " ".join(f"{type(self).__name__}: {self.provenance.line()}".split())
         options: dict[str, Any] = {"float_format": f"%.{digits}g", "na_rep": "--"}
-        shown = table[names].head(len(table) if rows is None else rows)
-        text = shown.to_latex(index=False, escape=True, **options)
+        text = table[names].to_latex(index=False, escape=True, **options)
         text = text.replace("␣", r"\textvisiblespace{}")
         return f"% {html.plain(note)}\n{text}"
 

@@ -33,7 +33,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tl_geometry.base.errors import UnsupportedModelError, require
-from tl_geometry.models.attention import QKNorm
 from tl_geometry.models.norms import NormWeights
 from tl_geometry.models.softmax import soft_cap
 
@@ -88,56 +87,22 @@ class NormMap:
         return replace(self, inverse=self.inverse[chosen], middle=middle, slope=slope)
 
 
-@dataclass(frozen=True, eq=False)
-class HeadNorm:
-    """The norm of queries or keys, over each head or all heads of a token."""
-
-    norm: QKNorm
-    which: str
-
-    @property
-    def gain(self) -> Float[Tensor, "head d_head"]:
-        """Its gain."""
-        return self.norm.gain[self.which]
-
-    @property
-    def axes(self) -> tuple[int, ...]:
-        """The axes that it runs over."""
-        return (-2, -1) if self.norm.reading.flat else (-1,)
-
-    def centre(self, x: Tensor) -> Tensor:
-        """Without the mean, for a LayerNorm."""
-        return self.norm.centre(x)
-
-    def scale(self, x: Tensor) -> Tensor:
-        """One scale for each head."""
-        return self.norm.scale(x)
-
-    def apply(self, x: Tensor) -> Tensor:
-        """The whole norm."""
-        return self.centre(x) * self.gain / self.scale(x).unsqueeze(-1)
-
-
-AnyNorm = NormWeights | HeadNorm
-
-
 class Live:
     """Everything by its derivative."""
 
-    def map(self, norm: AnyNorm, x: Float[Tensor, "..."]) -> NormMap:
+    def map(self, norm: NormWeights, x: Float[Tensor, "..."]) -> NormMap:
         """The linear map of a norm at x."""
-        axes = norm.axes if isinstance(norm, HeadNorm) else (-1,)
         inverse = 1 / norm.scale(x).unsqueeze(-1)
-        if isinstance(norm, NormWeights) and norm.norm_type is None:
+        if norm.norm_type is None:
             return NormMap(norm.centre, norm.gain, inverse)
         x = norm.centre(x)
-        size = int(np.prod([x.shape[axis] for axis in axes]))
-        return self._map(NormMap(norm.centre, norm.gain, inverse, axes=axes), x, size)
+        size = int(np.prod([x.shape[axis] for axis in norm.axes]))
+        return self._map(NormMap(norm.centre, norm.gain, inverse, axes=norm.axes), x, size)
 
     def _map(self, frozen: NormMap, x: Tensor, size: int) -> NormMap:
         return replace(frozen, middle=x, slope=-(frozen.inverse**3) / size)
 
-    def norm(self, norm: AnyNorm, x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    def norm(self, norm: NormWeights, x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         """The norm."""
         return norm.apply(x)
 
@@ -196,9 +161,8 @@ class Frozen(Live):
     def _map(self, frozen: NormMap, x: Tensor, size: int) -> NormMap:
         return replace(frozen, inverse=frozen.inverse.detach())
 
-    def norm(self, norm: AnyNorm, x: Tensor) -> Tensor:
-        linear = self._keep(lambda: self.map(norm, x)).linear(x)
-        return linear + norm.bias if isinstance(norm, NormWeights) else linear
+    def norm(self, norm: NormWeights, x: Tensor) -> Tensor:
+        return self._keep(lambda: self.map(norm, x)).linear(x) + norm.bias
 
     def shares(self, norm: NormWeights, parts: Tensor) -> Tensor:
         linear = self._keep(lambda: self.map(norm, parts.sum(0))).linear(parts)
@@ -232,7 +196,7 @@ class Between(Live):
         inverse, middle = mean_of(frozen.inverse).detach(), mean_of(x).detach()
         return replace(frozen, inverse=inverse, middle=middle, slope=rho * 2 / size)
 
-    def norm(self, norm: AnyNorm, x: Tensor) -> Tensor:
+    def norm(self, norm: NormWeights, x: Tensor) -> Tensor:
         return through(norm.apply(x), lambda: self.map(norm, x).linear(x))
 
     def shares(self, norm: NormWeights, parts: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tl_geometry.base.errors import ReconstructionError, UnsupportedModelError, fail, require
-from tl_geometry.circuits.arithmetic import HeadNorm, Live, NormMap
+from tl_geometry.circuits.arithmetic import Live, NormMap
 from tl_geometry.models.attention import Attention, rotate, scores_of
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.mlp import MLPModule, MLPSpec, live_mlp
@@ -207,7 +207,7 @@ class Block:
             raw = einsum(x, W, "b i r d, r d e -> b i r e") + bias
         entering = raw.repeat_interleave(self.size(which), 2)
         if which != "v" and self.spec.qk_norm is not None:
-            entering = arithmetic.norm(HeadNorm(self.spec.qk_norm, which), entering)
+            entering = arithmetic.norm(self.spec.qk_norm[which], entering)
         if which != "v" and self.layer.turn is not None:
             entering = rotate(entering, *self.layer.turn)
         return Projected(raw, entering)
@@ -234,7 +234,7 @@ class Block:
         if which == "v" or self.spec.qk_norm is None:
             return None
         raw = raw.repeat_interleave(self.size(which), 2)
-        return arithmetic.map(HeadNorm(self.spec.qk_norm, which), raw)
+        return arithmetic.map(self.spec.qk_norm[which], raw)
 
     def written(self, z: Heads, arithmetic: Live) -> Float[Tensor, "head batch position d_model"]:
         """What each head writes, from its mixed values."""

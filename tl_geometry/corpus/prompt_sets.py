@@ -20,7 +20,7 @@ from tl_geometry.corpus.sources import as_tokens, encoded, read_ids
 from tl_geometry.corpus.token_windows import TokenWindows
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
-from tl_geometry.models.reader import as_view
+from tl_geometry.models.reader import known_view
 
 Rows = tuple[Int[Tensor, " _"], ...]
 """Ids of prompts, each of its own length."""
@@ -143,7 +143,7 @@ def prompts(
     >>> len(found), found.at("name").tolist()
     (2, [2, 2])
     """
-    view = as_view(model)
+    view = known_view(model)
     ids, spoken, flags = _read(view, texts, prepend_bos)
     other_ids = None
     if counterfactuals is not None:

@@ -21,7 +21,7 @@ from tl_geometry.base.results import row_hashes
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows, begins_with_bos
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
-from tl_geometry.models.reader import as_view
+from tl_geometry.models.reader import known_view
 
 UNEQUAL = "tl_geometry.windows(model, texts, length), or corpus.prompts for texts of any length"
 """What errors advise in place of ragged or padded rows."""
@@ -45,7 +45,7 @@ def as_tokens(
     >>> rows.has_bos, as_tokens(zoo.embedded(), [5, 7]).tokens.tolist()
     (True, [[5, 7]])
     """
-    view, about = as_view(model), dict[str, Any]()
+    view, about = known_view(model), dict[str, Any]()
     rows: Any = tokens.as_windows() if hasattr(tokens, "as_windows") else tokens
     ids, texts, notes = read_ids(view, rows, prepend_bos)
     if not isinstance(rows, TokenWindows):

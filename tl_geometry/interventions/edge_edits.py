@@ -30,7 +30,7 @@ from tl_geometry.models.edits import NamedHook, NewScores, RunningHeads, edited_
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
-from tl_geometry.models.reader import as_view
+from tl_geometry.models.reader import known_view
 from tl_geometry.models.write_spec import require_decoder
 from tl_geometry.models.writers import GRAINS, Written, run_written, writer_names
 
@@ -103,7 +103,7 @@ def edge(
     >>> with tlg.interventions.edge(model, tokens, "L0H0", "L1H0"):
     ...     logits = model(tokens)
     """
-    view, given = as_view(model), [side] if isinstance(side, str) else list(side)
+    view, given = known_view(model), [side] if isinstance(side, str) else list(side)
     require_decoder(view, f"edges of {view.name}")
     checks.choice(how, HOW, "how")
     letters = "".join(checks.choice(s, SIDES, "side")[0] for s in given)
@@ -162,7 +162,7 @@ def _side(
         return run.own(letter)
     at, layer = rows["rows"], run.layer
     scale, constant = (read[f"{letter}_{name}"][at] for name in ("scale", "constant"))
-    mapped = getattr(layer, f"{letter}_map")(layer.h + change[at].to(layer.h))
+    mapped = layer.mapped(layer.h + change[at].to(layer.h), letter)
     return (mapped * scale.unsqueeze(-1) + constant)[:, :, list(run.heads)]
 
 

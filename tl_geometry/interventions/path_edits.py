@@ -35,8 +35,8 @@ from tl_geometry.models.edits import (
 from tl_geometry.models.mlp import live_mlp
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
-from tl_geometry.models.reader import as_view
-from tl_geometry.models.write_spec import attention_of, by_head, require_decoder, writing_of
+from tl_geometry.models.reader import known_view
+from tl_geometry.models.write_spec import attention_output, by_head, require_decoder, writing_of
 
 Stream = Callable[
     [Float[Tensor, "batch position d_model"]], Float[Tensor, "batch position d_model"]
@@ -120,7 +120,7 @@ def path(
     >>> with tlg.interventions.path(model, "L0H3", ["L1H2<q>", "mlp1"], by="zero") as edit:
     ...     logits = model(tlg.zoo.default_windows(model, 16, n=2).tokens)
     """
-    view = as_view(model)
+    view = known_view(model)
     require_decoder(view, f"paths of {view.name}")
     checks.choice(by, BY, "by")
     chosen = checks.heads(senders, view.n_layers, view.n_heads)
@@ -174,7 +174,7 @@ def written(
     view: ModelView, layer: int, z: Float[Tensor, "batch position head d_head"]
 ) -> Float[Tensor, "batch position d_model"]:
     """What attention adds to the stream with some mixed values."""
-    out = attention_of(view, layer, {view.z_hooks[layer]: z})
+    out = attention_output(view, layer, {view.z_hooks[layer]: z})
     after = writing_of(view).blocks[layer].after_attention
     return out if after is None else after.apply(out)
 

@@ -35,28 +35,19 @@ plus a score. That number is -65504 in float16 and -3.4e38 in bfloat16 and float
 are about a half and a third of it, far below any score."""
 
 
-class QKReading(NamedTuple):
-    """How the norm of queries and keys is read: over each head or ``flat`` over all heads of a
-    token, centred (``"LN"``) or not (``"RMS"``); ``shift`` is added to the stored gain."""
-
-    norm_type: str
-    flat: bool
-    shift: float
-    eps: float
-
-
 @dataclass(frozen=True)
 class Reading:
     """The choices that describe one attention layer, whatever the tokens.
 
-    ``rotation`` is one of :data:`ROTATIONS`; ``each_angle_twice`` says that its tables hold a
-    column for each coordinate. A ``softcap`` c turns scores into ``c tanh(score / c)``. ``slopes``
-    are those of ALiBi. ``has_scores`` says that ``hook_attn_scores`` holds scores, not the pattern.
-    ``window`` is the width of a sliding window by the model's settings.
+    ``qk`` is the norm of queries and keys. ``rotation`` is one of :data:`ROTATIONS`;
+    ``each_angle_twice`` says that its tables hold a column for each coordinate. A ``softcap`` c
+    turns scores into ``c tanh(score / c)``. ``slopes`` are those of ALiBi. ``has_scores`` says that
+    ``hook_attn_scores`` holds scores, not the pattern. ``window`` is the width of a sliding window
+    by the model's settings.
     """
 
     norm: NormReading
-    qk: QKReading | None = None
+    qk: NormReading | None = None
     rotation: str | None = None
     each_angle_twice: bool = True
     scale: float = 1.0
@@ -64,27 +55,6 @@ class Reading:
     slopes: tuple[float, ...] | None = None
     has_scores: bool = False
     window: int | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class QKNorm:
-    """The norm of queries and keys with its gains ``[head d_head]``."""
-
-    reading: QKReading
-    gain: Mapping[str, Float[Tensor, "head d_head"]]
-
-    def centre(self, x: Tensor) -> Tensor:
-        """Deviations from the mean over what is normalised, for ``"LN"``."""
-        if self.reading.norm_type != "LN":
-            return x
-        return x - x.mean((-2, -1) if self.reading.flat else (-1,), keepdim=True)
-
-    def scale(self, x: Float[Tensor, "... head d_head"]) -> Float[Tensor, "... head"]:
-        """``sqrt(mean(x^2) + eps)`` of the centred x, the scale that a split freezes; of a flat
-        norm the same for all heads."""
-        x, dims = self.centre(x), (-2, -1) if self.reading.flat else (-1,)
-        mean = x.square().mean(dims, keepdim=True)
-        return (mean + self.reading.eps).sqrt()[..., 0].expand(x.shape[:-1])
 
 
 class Rotation(NamedTuple):
@@ -102,7 +72,8 @@ class Rotation(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Attention:
-    """One attention layer with its tensors, in one dtype. ``turn`` is the rotation at the positions
+    """One attention layer with its tensors, in one dtype. ``qk_norm`` are the norms of queries and
+    keys, each with a gain for every head. ``turn`` is the rotation at the positions
     of a pass, ``sinks`` one more logit for each head, each ``None`` where there is none. In the
     methods ``which`` is ``"q"``, ``"k"`` or ``"v"``; keys and values of grouped heads are expanded
     to all heads."""
@@ -110,7 +81,7 @@ class Attention:
     reading: Reading
     norm: NormWeights
     weights: HeadWeights
-    qk_norm: QKNorm | None
+    qk_norm: Mapping[str, NormWeights] | None
     sinks: Float[Tensor, " head"] | None
     turn: Rotation | None = None
 
@@ -135,8 +106,7 @@ class Attention:
 
     def projected(self, parts: Stream, which: str) -> Heads:
         """Centring, gain and weight matrix of additive parts: linear, without any scale."""
-        x = self.norm.centre(parts) * self.norm.gain
-        return einsum(x, self.matrix(which), "... d, h d e -> ... h e")
+        return einsum(self.norm.linear(parts), self.matrix(which), "... d, h d e -> ... h e")
 
     def turned(self, x: Heads, which: str) -> Heads:
         """The linear part of QK-norm (centring and gain), then the rotation, of queries or keys;
@@ -144,7 +114,7 @@ class Attention:
         if which == "v":
             return x
         if self.qk_norm is not None:
-            x = self.qk_norm.centre(x) * self.qk_norm.gain[which]
+            x = self.qk_norm[which].linear(x)
         return x if self.turn is None else rotate(x, *self.turn)
 
     def mapped(self, parts: Stream, which: str) -> Heads:
@@ -159,7 +129,7 @@ class Attention:
     def entering(self, raw: Heads, which: str) -> Heads:
         """Query or key as it enters the score, of what :meth:`raw` gives."""
         if which != "v" and self.qk_norm is not None:
-            raw = raw / self.qk_norm.scale(raw).unsqueeze(-1)
+            raw = raw / self.qk_norm[which].scale(raw).unsqueeze(-1)
         return self.turned(raw, which)
 
     def frozen(self, h: Stream, raw: Mapping[str, Heads]) -> dict[str, Any]:
@@ -172,7 +142,7 @@ class Attention:
             scale = (1 / fields["norm_scale"]).unsqueeze(-1).expand(shape)
             constant = self.constant(w).expand(*shape, -1)
             if w != "v" and self.qk_norm is not None:
-                qk_scale = self.qk_norm.scale(raw[w])
+                qk_scale = self.qk_norm[w].scale(raw[w])
                 scale, constant = scale / qk_scale, constant / qk_scale.unsqueeze(-1)
             fields |= {f"{w}_scale": scale, f"{w}_constant": self.turned(constant, w)}
         return fields
@@ -185,8 +155,8 @@ class Attention:
         size = read + self.constant(which).abs()
         if not entering or self.qk_norm is None:
             return size
-        frozen = self.qk_norm.scale(self.raw(h, which)).unsqueeze(-1)
-        return size / frozen * self.qk_norm.gain[which].abs()
+        norm = self.qk_norm[which]
+        return size / norm.scale(self.raw(h, which)).unsqueeze(-1) * norm.gain.abs()
 
 
 def attention_of(
@@ -194,19 +164,10 @@ def attention_of(
 ) -> Attention:
     """The tensors of one layer, of the dtype and on the device of ``weights``; ``ln1`` is the norm
     module in front of it, ``tables`` are those of :func:`rotary_tables`."""
-    (heads, _, d_head), qk_norm = weights.W_Q.shape, None
-    like = weights.W_Q[0, :, 0]
-
-    def gain(which: str, shift: float) -> Float[Tensor, "head d_head"]:
-        value = part(inner(qk_norm_module(module, which)), "weight", "w")
-        if value is None:
-            return like.new_ones(heads, d_head)
-        # one of all heads alike, of a group of heads, or of all heads in a row
-        rows = upcast(value).to(like).reshape(-1, d_head) + shift
-        return rows.repeat_interleave(heads // len(rows), 0)
-
+    like, of_heads, qk_norm = weights.W_Q[0, :, 0], weights.W_Q[:, 0], None
     if reading.qk is not None:
-        qk_norm = QKNorm(reading.qk, {w: gain(w, reading.qk.shift) for w in "qk"})
+        modules = {which: qk_norm_module(module, which) for which in "qk"}
+        qk_norm = {w: read_norm(norm, reading.qk, of_heads) for w, norm in modules.items()}
     sinks = part(inner(module), "sinks")
     return Attention(
         reading=reading,

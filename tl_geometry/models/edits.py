@@ -29,15 +29,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry.base.errors import ReconstructionError, require
-from tl_geometry.models.attention import scores_of
-from tl_geometry.models.layer_view import LayerView
+from tl_geometry.models.attention import Heads, scores_of
+from tl_geometry.models.layer_view import LayerView, Scores
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reconstruction import reconstruction_bound
 from tl_geometry.models.runner import put_on, require_points, take_away
 from tl_geometry.models.write_spec import by_head
-
-Heads = Float[Tensor, "batch position head d_head"]
-Scores = Float[Tensor, "batch head query key"]
 
 HookFunction = Callable[[Tensor, Any], Tensor | None]
 """A hook as TransformerLens calls it, with an activation and its hook point."""
@@ -141,8 +138,8 @@ class RunningHeads:
         return einsum(self.layer.pattern_of(scores, self.heads), v, "b h i j, b j h e -> b i h e")
 
 
-NewScores = Callable[[RunningHeads], Float[Tensor, "batch head query key"]]
-NewValues = Callable[[RunningHeads], Float[Tensor, "batch key head d_head"]]
+NewScores = Callable[[RunningHeads], Scores]
+NewValues = Callable[[RunningHeads], Heads]
 
 
 def edited_attention(

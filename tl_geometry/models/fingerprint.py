@@ -111,15 +111,13 @@ def held_by(model: Any) -> Held:
     """Everything that the modules of a model hold, in one walk."""
     # HookedTransformer holds a position table that ALiBi does not use, and never fills it
     alibi = getattr(getattr(model, "cfg", None), "positional_embedding_type", "") == "alibi"
-    held, seen, unused = Held({}, {}, []), set[int](), "pos_embed.W_pos" if alibi else None
+    unused = "pos_embed.W_pos" if alibi else None
+    held, seen, kinds = Held({}, {}, []), set[int](), dict[type, str]()
     for name, module in modules_of(model):
-        cls, place = type(module), name.rstrip(".")
-        kind = f"{cls.__module__}.{cls.__name__}"
+        kinds[type(module)] = name
         # peft keeps the map that an adapter stands beside under this name
         if "base_layer" in module._modules:
-            held.unusable.append(f"{place}, an adapter that is not merged")
-        if any(text in kind.lower() for text in QUANTISED):
-            held.unusable.append(f"{place}, a {kind}")
+            held.unusable.append(f"{name.rstrip('.')}, an adapter that is not merged")
         for leaf, value in (*module._parameters.items(), *module._buffers.items()):
             if value is None or id(value) in seen or leaf in GROWING or name + leaf == unused:
                 continue
@@ -130,7 +128,11 @@ def held_by(model: Any) -> Held:
                 held.unusable.append(f"{name}{leaf}, {where}")
         # wrappers of TransformerLens, whose settings differ between its versions, compute nothing
         if "_original_component" not in module._modules and module is not model:
-            held.modules[name] = [cls.__name__, *_plain(vars(module))]
+            held.modules[name] = [type(module).__name__, *_plain(vars(module))]
+    for cls, name in kinds.items():
+        kind = f"{cls.__module__}.{cls.__name__}"
+        if any(text in kind.lower() for text in QUANTISED):
+            held.unusable.append(f"{name.rstrip('.')}, a {kind}")
     return held
 
 

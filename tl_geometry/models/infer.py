@@ -23,7 +23,6 @@ from tl_geometry.base.rows import row_center
 from tl_geometry.models.attention import (
     ROTATIONS,
     Attention,
-    QKReading,
     Reading,
     allowed_cells,
     attention_of,
@@ -33,7 +32,7 @@ from tl_geometry.models.attention import (
     rotary_tables,
     scores_of,
 )
-from tl_geometry.models.norms import norm_readings
+from tl_geometry.models.norms import NormReading, norm_readings
 from tl_geometry.models.parameters import HeadWeights, inner, part
 from tl_geometry.models.reconstruction import nearest, reconstruction_bound
 from tl_geometry.models.softmax import soft_cap
@@ -106,16 +105,17 @@ def infer_layer(
     return nearest(candidates())[0]
 
 
-def _qk_readings(attn: object, cfg_eps: float) -> Iterator[QKReading | None]:
+def _qk_readings(attn: object, cfg_eps: float) -> Iterator[NormReading | None]:
     """Candidates for the norm of queries and keys."""
     module, keys = (inner(qk_norm_module(attn, w)) for w in "qk")
     if module is not None and keys is not None:
         gain, d_head = part(module, "weight", "w"), part(attn, "W_Q").shape[-1]
         eps = float(part(module, "eps", "variance_epsilon") or cfg_eps)
         flat = gain is not None and gain.dim() == 1 and gain.numel() > d_head
+        axes = (-2, -1) if flat else (-1,)
         # the gain is the weight, or one more (Gemma)
         for norm_type, shift in product(("RMS", "LN"), (0.0, 1.0)):
-            yield QKReading(norm_type, flat, shift, eps)
+            yield NormReading(norm_type, shift, eps, axes)
     yield None
 
 

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tl_geometry.models.attention import Attention, scores_of
+from tl_geometry.models.attention import Attention, Heads, Stream, scores_of
 from tl_geometry.models.reconstruction import (
     ReconstructionReport,
     pattern_error,
@@ -22,8 +22,6 @@ from tl_geometry.models.reconstruction import (
 from tl_geometry.models.rotary import RotaryPlanes, planes_of_tables
 from tl_geometry.models.softmax import masked_softmax, soft_cap
 
-Stream = Float[Tensor, "*batch d_model"]
-Heads = Float[Tensor, "*batch head d_head"]
 Scores = Float[Tensor, "batch head query key"]
 
 SUMMANDS = 256
@@ -104,8 +102,8 @@ class LayerView(Attention):
         """The same layer as a function of ``norm(h)`` (no gain, no bias), which is its ``h``: no
         norm scale is frozen any more.
 
-        ``q = mapped(x, "q") * q_scale + q_constant`` for ``x = (h A) / s``, with ``q_scale`` that of the
-        QK-norm where there is one, else one.
+        ``q = mapped(x, "q") * q_scale + q_constant`` for ``x = (h A) / s``, with ``q_scale`` that
+        of the QK-norm where there is one, else one.
         """
         return replace(
             self,

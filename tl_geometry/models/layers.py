@@ -104,7 +104,7 @@ class Layers(Runner):
         """:meth:`layer_facts` in words, for a reader."""
         reading, hooked = self.layer_facts(layer), self._probe[f"blocks.{layer}.attn.hook_q"]
         qk, heads = reading.qk, hooked.shape[-2]
-        over = "" if qk is None else f" over {'all heads' if qk.flat else 'each head'}"
+        over = "" if qk is None else f" over {'all heads' if len(qk.axes) > 1 else 'each head'}"
         pairs = {None: "none", "half": "pairs (i, i + n/2)", "adjacent": "pairs (2i, 2i+1)"}
         return {
             "norm before attention": reading.norm.norm_type or "none",

@@ -1,8 +1,7 @@
 """What the MLP of a block computes, by its matrices or by its own module.
 
-:func:`mlp_spec` is called for the frozen linear model of a forward pass
-(:mod:`tl_geometry.circuits.frozen`), :func:`live_mlp` for passes in which everything is live
-(:mod:`tl_geometry.circuits.edge_pass`). A block's MLP is
+Passes by blocks and path edits ask :func:`live_mlp`, graphs that go through MLPs :func:`mlp_spec`.
+A block's MLP is
 
     out = N_after((a(x W_gate + b_gate) * (x W_in + b_in)) W_out + b_out),    x = N(h)
 
@@ -29,13 +28,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tl_geometry.base.errors import UnsupportedModelError, fail
+from tl_geometry.models.attention import Stream
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import NormWeights, no_norm, norms_of
 from tl_geometry.models.parameters import inner, part, upcast
 from tl_geometry.models.reconstruction import nearest, reconstruction_bound
-from tl_geometry.models.write_spec import attention_of, writing_of
+from tl_geometry.models.write_spec import attention_output, writing_of
 
-Stream = Float[Tensor, "*batch d_model"]
 Hidden = Float[Tensor, "*batch d_mlp"]
 
 _TANH = partial(functional.gelu, approximate="tanh")
@@ -147,7 +146,7 @@ def _infer(view: ModelView, layer: int) -> MLPSpec | MLPModule | None:
     if spec.mlp_hook is None:
         return None
     h, output = activations[f"blocks.{layer}.hook_resid_pre"], activations[spec.mlp_hook]
-    attention = attention_of(view, layer, activations)
+    attention = attention_output(view, layer, activations)
     if spec.after_attention is not None:
         attention = spec.after_attention.apply(attention)
     rounding = reconstruction_bound(view.roundoff, float(output.abs().max()))

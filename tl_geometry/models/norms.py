@@ -1,5 +1,6 @@
-"""The norm in front of a projection, ``((h A) / s) * gain + bias``: centring, scale, gain and bias
-written out once. Layers, writers, MLPs, the output head and the sphere use these formulas."""
+"""A norm, ``((h A) / s) * gain + bias``: centring, scale, gain and bias written out once. Layers
+(in front of their projections, and of queries and keys), writers, MLPs, the output head and the
+sphere use these formulas."""
 
 from __future__ import annotations
 
@@ -7,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from einops import reduce
 from jaxtyping import Float
 from torch import Tensor
 
@@ -15,34 +15,42 @@ from tl_geometry.models.parameters import inner, part, upcast
 
 
 def remove_mean(
-    x: Float[Tensor, "*batch d_model"], norm_type: str | None = "LN"
+    x: Float[Tensor, "*batch d_model"], norm_type: str | None = "LN", axes: tuple[int, ...] = (-1,)
 ) -> Float[Tensor, "*batch d_model"]:
     """``x A``: without its mean over d_model for ``"LN"``, unchanged for ``"RMS"`` and ``None``."""
-    return x - reduce(x, "... d_model -> ... 1", "mean") if norm_type == "LN" else x
+    return x - x.mean(axes, keepdim=True) if norm_type == "LN" else x
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class NormWeights:
-    """The norm in front of a projection: ``x = ((h A) / s) * gain + bias``, A centring over d_model
-    for ``"LN"``, identity for ``"RMS"``.
+    """A norm: ``x = ((h A) / s) * gain + bias``, A centring over d_model for ``"LN"``, identity for
+    ``"RMS"``.
 
-    ``norm_type`` ``None`` is no norm (``x = h``); ``s = sqrt(mean((hA)^2) + eps)``.
+    ``norm_type`` ``None`` is no norm (``x = h``); ``s = sqrt(mean((hA)^2) + eps)``. The mean is
+    over ``axes``: d_model, or of queries and keys (gain ``[head d_head]``) d_head, or all heads of
+    a token together.
     """
 
     norm_type: str | None
-    gain: Float[Tensor, " d_model"]
-    bias: Float[Tensor, " d_model"]
+    gain: Float[Tensor, "*head d_model"]
+    bias: Float[Tensor, "*head d_model"]
     eps: float
+    axes: tuple[int, ...] = (-1,)
 
     def centre(self, h: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
-        """``h A``: deviations from the mean over d_model for ``"LN"``, ``h`` itself otherwise."""
-        return remove_mean(h, self.norm_type)
+        """``h A``: deviations from the mean over the axes for ``"LN"``, ``h`` itself otherwise."""
+        return remove_mean(h, self.norm_type, self.axes)
 
     def scale(self, h: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch"]:
-        """``s = sqrt(mean((h A)^2) + eps)`` of each token; one where there is no norm."""
+        """``s = sqrt(mean((h A)^2) + eps)`` of each vector; one where there is no norm."""
         if self.norm_type is None:
             return torch.ones_like(h[..., 0])
-        return (self.centre(h).square().mean(-1) + self.eps).sqrt()
+        mean = self.centre(h).square().mean(self.axes, keepdim=True)
+        return (mean + self.eps).sqrt()[..., 0].expand(h.shape[:-1])
+
+    def linear(self, h: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
+        """``(h A) * gain``: the norm of a part, without its scale and bias."""
+        return self.centre(h) * self.gain.to(h)
 
     def normalize(self, h: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
         """``h A / s``: the norm without gain and bias."""
@@ -57,11 +65,12 @@ class NormWeights:
 
 class NormReading(NamedTuple):
     """How a norm module is read: ``shift`` is added to the gain that it stores (Gemma stores the
-    gain less one)."""
+    gain less one), ``axes`` are those of :class:`NormWeights`."""
 
     norm_type: str | None
     shift: float = 0.0
     eps: float = 0.0
+    axes: tuple[int, ...] = (-1,)
 
 
 def norm_readings(module: Any, cfg: Any) -> list[NormReading]:
@@ -76,16 +85,28 @@ def norm_readings(module: Any, cfg: Any) -> list[NormReading]:
     return [*(NormReading(t, shift, eps) for t in types for shift in (0.0, 1.0)), NormReading(None)]
 
 
-def read_norm(module: Any, reading: NormReading, like: Float[Tensor, " d_model"]) -> NormWeights:
-    """The norm of a module by one reading, in the dtype and on the device of ``like``; gradients
-    reach the module's parameters."""
+def read_norm(
+    module: Any, reading: NormReading, like: Float[Tensor, "*head d_model"]
+) -> NormWeights:
+    """The norm of a module by one reading, in the shape and dtype and on the device of ``like``;
+    gradients reach the module's parameters."""
     source = None if reading.norm_type is None else inner(module)
-    gain, bias = part(source, "weight", "w"), part(source, "bias", "b")
+
+    def read(*names: str) -> Tensor | None:
+        value = part(source, *names)
+        if value is None:
+            return None
+        # of queries and keys one for all heads, one for each group of heads, or all in a row
+        rows = upcast(value).to(like).reshape(-1, like.shape[-1])
+        return rows.repeat_interleave(like.numel() // rows.numel(), 0).reshape(like.shape)
+
+    gain, bias = read("weight", "w"), read("bias", "b")
     return NormWeights(
         norm_type=reading.norm_type,
-        gain=torch.ones_like(like) if gain is None else upcast(gain).to(like) + reading.shift,
-        bias=torch.zeros_like(like) if bias is None else upcast(bias).to(like),
+        gain=torch.ones_like(like) if gain is None else gain + reading.shift,
+        bias=torch.zeros_like(like) if bias is None else bias,
         eps=reading.eps,
+        axes=reading.axes,
     )
 
 

@@ -76,7 +76,7 @@ def view(model: Any) -> ModelView:
         now = view(model._model)
         same = (now.fingerprint, now.device) == (model.fingerprint, model.device)
         # what the model object itself does not say stays as it is in the view
-        return replace(model, bos_id=now.bos_id, pad_id=now.pad_id) if same else now
+        return known_view(model) if same else now
     class_name, cfg, parameter = class_of(model), model.cfg, next(iter(model.parameters()))
     hooks, name = state_hooks(len(model.blocks)), loader_facts(model).get("name") or _name(model)
     run = Runner(name=name, class_name=class_name, state_hooks=hooks, _model=model)
@@ -84,8 +84,7 @@ def view(model: Any) -> ModelView:
     probe, made_of = _PROBES.get(model), (digits, parameter.device)
     if probe is None or probe.made_of != made_of:
         probe = _PROBES[model] = _probe(run, made_of)
-    norm, tokenizer = cfg.normalization_type, getattr(model, "tokenizer", None)
-    cls, bos, pad = (getattr(tokenizer, f"{n}_token_id", None) for n in ("cls", "bos", "pad"))
+    norm = cfg.normalization_type
     # HookedTransformer calls its norms LNPre or RMSPre where weights were folded
     folded = class_name == "HookedTransformer" and str(norm).endswith("Pre")
     return ModelView(
@@ -104,8 +103,7 @@ def view(model: Any) -> ModelView:
         dtype=parameter.dtype,
         device=parameter.device,
         head_trained=head_trained(model),
-        bos_id=bos if cls is None else cls,
-        pad_id=pad,
+        **_special_tokens(model),
         _probe=probe.activations,
         _found=probe.found,
     )
@@ -158,6 +156,16 @@ as_view = view
 
 
 def known_view(model: Any) -> ModelView:
-    """The view itself, or that of a model: for a step inside of a public call, which has made its
-    view, and hashed all weights for it, already."""
-    return model if isinstance(model, ModelView) else view(model)
+    """The view of a model for what reads text, which weights do not touch, and for edits, which
+    compare them when they are used: a view that is given is not compared with the weights again,
+    only its special tokens are those of the tokenizer now."""
+    if not isinstance(model, ModelView):
+        return view(model)
+    return replace(model, **_special_tokens(model._model))
+
+
+def _special_tokens(model: Any) -> dict[str, Any]:
+    """The ids of the tokens that begin a text and that pad one."""
+    tokenizer = part(model, "tokenizer")
+    cls, bos, pad = (getattr(tokenizer, f"{n}_token_id", None) for n in ("cls", "bos", "pad"))
+    return {"bos_id": bos if cls is None else cls, "pad_id": pad}

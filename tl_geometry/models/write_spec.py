@@ -67,7 +67,7 @@ def by_head(z: Tensor, heads: int) -> Float[Tensor, "batch position head d_head"
     return rearrange(z, "b i (h e) -> b i h e", h=heads) if z.dim() == 3 else z
 
 
-def attention_of(
+def attention_output(
     view: ModelView, layer: int, activations: Mapping[str, Tensor]
 ) -> Float[Tensor, "batch position d_model"]:
     """What attention gives, before a norm behind it, from its mixed values."""
@@ -153,7 +153,7 @@ def _block(
 ) -> BlockWriting:
     """The candidate for a block that reproduces its output."""
     h, after = probe[f"blocks.{layer}.hook_resid_pre"], probe[view.state_hooks[layer + 1]]
-    attention, block = attention_of(view, layer, probe), view._model.blocks[layer]
+    attention, block = attention_output(view, layer, probe), view._model.blocks[layer]
     rest = after - h - (0 if mlp is None else probe[mlp])
 
     def gap(norm: NormWeights | None) -> Tensor:

@@ -125,8 +125,8 @@ class Written:
         if block.after_attention is not None:
             norm = block.after_attention
             scale = norm.scale(heads.whole() + rest)
-            W = norm.centre(heads.W) * norm.gain.to(z)
-            heads = HeadWrites(layer, heads.z / scale[..., None, None], W)
+            z_scaled = heads.z / scale[..., None, None]
+            heads = HeadWrites(layer, z_scaled, norm.linear(heads.W))
             rest = _normed(rest, norm, scale) + norm.bias.to(z)
         self.heads.append(heads)
         if block.mlp_hook is not None:
@@ -208,7 +208,7 @@ class Written:
 
 def _normed(x: Tensor, norm: NormWeights, scale: Float[Tensor, "batch position"]) -> Tensor:
     """A part of what a norm was given, with the norm's scale frozen."""
-    return norm.centre(x) / scale.unsqueeze(-1) * norm.gain.to(x)
+    return norm.linear(x) / scale.unsqueeze(-1)
 
 
 OnWritten = Callable[[LayerView, Written], None]

@@ -49,7 +49,7 @@ def with_bos() -> Any:
 
 
 def altered(how: str) -> tuple[Any, Change]:
-    """A model, and what changes its output by something that is no parameter."""
+    """A model, and what changes its output by something that is no parameter, or does not."""
     architectures = {
         "scale of embeddings": "gemma2",
         "parallel blocks": "neox",
@@ -60,6 +60,8 @@ def altered(how: str) -> tuple[Any, Change]:
     modules = dict(inner.named_modules())
 
     def change() -> None:
+        if how == "longer prompts":
+            model.run_with_cache(torch.arange(3, 43)[None])
         for name, module in modules.items():
             if how == "rotary frequencies" and hasattr(module, "inv_freq"):
                 module.inv_freq.mul_(1.5)
