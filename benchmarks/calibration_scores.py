@@ -118,7 +118,7 @@ def permuted_positions(world: World, contexts: int, repeats: int, name: str) -> 
         shares = []
         for order in orders:
             parts = parts_of(layer, basis.mean[0], basis.pos_seen[0][order])
-            cs = share_sums(parts.q, parts.k, layer.allowed).cs
+            cs = share_sums(*parts, layer.allowed).cs
             shares.append(cs[:, [0, 1, 3, 4]].sum(1))
         found = torch.stack(shares)
         hits.append((found[1:] < found[0]).all(0).double())

@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import AutoModel
 
 import tl_geometry as tlg
-from benchmarks.decomposition import gpt2_weights
+from benchmarks.decomposition import EAGER, SDPA, gpt2_weights, plain_models
 from benchmarks.harness import Row, grown, interleave, synchronize
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.models import from_hf
@@ -28,7 +27,6 @@ from tl_geometry.models.model_view import ModelView
 from tl_geometry.scores.resampling import FEWEST_WINDOWS
 from tl_geometry.zoo.pretrained import smollm2_hugging_face
 
-EAGER, SDPA = "transformers, eager", "transformers, SDPA"
 SIZES = {"smoke": (2, 64, 32, 4), "cpu": (12, 768, 256, 32), "gpu": (12, 768, 256, 256)}
 """Layers, d_model, positions and windows of GPT-2's shape."""
 ROUNDS = {"smoke": 1, "cpu": 5, "gpu": 7}
@@ -47,16 +45,6 @@ class Case(NamedTuple):
     tokens: Tensor
     batch: int
     basis: PositionContext
-
-
-def plain_models(model: Any, device: str) -> dict[str, Any]:
-    """The weights of a causal model without its head, with both kinds of attention."""
-    made: dict[str, Any] = {}
-    for name, kind in ((EAGER, "eager"), (SDPA, "sdpa")):
-        own = AutoModel.from_config(model.config, attn_implementation=kind)
-        own.load_state_dict(model.base_model.state_dict())
-        made[name] = own.eval().to(device)
-    return made
 
 
 def cases(size: str) -> list[Case]:

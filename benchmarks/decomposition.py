@@ -1,12 +1,14 @@
-"""Streamed decomposition against the bare forward pass, and peak memory against the number of
-contexts."""
+"""Streamed decomposition against the bare forward pass of transformers, and peak memory against the
+number of contexts. Nothing else should run on the machine:
+``OMP_NUM_THREADS=1 python -m benchmarks --only decomposition`` (``--size gpu`` on a GPU)."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import AutoModel, GPT2Config, GPT2LMHeadModel
 
 import tl_geometry as tlg
 from benchmarks.harness import Row, child, grown, interleave, paired
@@ -14,6 +16,9 @@ from tl_geometry.models import from_hf
 
 SIZES = {"smoke": (2, 64, 32, 8), "cpu": (12, 768, 256, 64), "gpu": (12, 768, 512, 512)}
 """Layers, d_model, length, contexts."""
+ROUNDS = {"smoke": 1, "cpu": 7, "gpu": 9}
+EAGER, SDPA = "transformers, eager", "transformers, SDPA"
+"""What every pass is compared with. TransformerLens hooks the patterns of the first."""
 
 
 def gpt2_weights(layers: int, width: int, length: int, heads: int | None = None) -> GPT2LMHeadModel:
@@ -33,17 +38,24 @@ def gpt2(layers: int, width: int, length: int, heads: int | None = None) -> Any:
     return from_hf(weights, None, name="random-gpt2")
 
 
-def run(size: str) -> list[Row]:
-    """Ratio of the streamed decomposition to the forward pass over the same tokens, batch by batch,
-    and peak memory.
+def plain_models(model: Any, device: str) -> dict[str, Any]:
+    """The weights of a causal model without its head, with both kinds of attention."""
+    made: dict[str, Any] = {}
+    for name, kind in ((EAGER, "eager"), (SDPA, "sdpa")):
+        own = AutoModel.from_config(model.config, attn_implementation=kind)
+        own.load_state_dict(model.base_model.state_dict())
+        made[name] = own.eval().to(device)
+    return made
 
-    A bridge computes its logits even with ``return_type=None``; the baseline ends before them, as
-    the decomposition does. Short runs pay for their samples: of the first contexts every one is
-    kept whole, later ever fewer.
-    """
+
+def run(size: str) -> list[Row]:
+    """Ratio of the streamed decomposition, with less and more that is kept, to the pass of the same
+    weights by transformers (eager attention, without the output head) over the same tokens; and
+    peak memory."""
     layers, width, length, contexts = SIZES[size]
-    model = gpt2(layers, width, length)
-    view = tlg.view(model.to("cuda") if size == "gpu" else model)
+    weights, device = gpt2_weights(layers, width, length), "cuda" if size == "gpu" else "cpu"
+    plain = plain_models(weights, device)[EAGER]
+    view = tlg.view(from_hf(weights.to(device), None, name="random-gpt2"))
     tokens = torch.randint(
         0, view.d_vocab, (contexts, length), generator=torch.Generator().manual_seed(0)
     )
@@ -65,10 +77,13 @@ def run(size: str) -> list[Row]:
         tlg.decompose(view, tokens[:batch], batch_size=batch, progress=False),
     )
     assert (exact.pos - ours.pos).abs().max() < 1e-4, "the routes disagree"
+    with torch.inference_mode():
+        hidden = plain(tokens[:batch].to(device), output_hidden_states=True).hidden_states
+    assert (hidden[layers - 1] - states()[layers - 1]).abs().max() < 1e-3, "the models disagree"
     rows, name = [], f"decompose {layers}x{width}x{length}, {contexts} contexts"
     routes: dict[str, dict[str, Any]] = {
-        "decompose, sums only": {"second_moments": False, "keep": 0},
-        "decompose, no second moments": {"second_moments": False},
+        "decompose, sums alone": {"second_moments": False, "keep_ctx": False},
+        "decompose, sums and context means": {"second_moments": False},
         "decompose, second moments": {"second_moments": True},
     }
     for label, options in routes.items():
@@ -77,10 +92,9 @@ def run(size: str) -> list[Row]:
             label,
             view,
             tokens.split(batch),
-            lambda batches, options=options: tlg.decompose(
-                view, batches, progress=False, **options
-            ),
-            rounds=1 if size == "smoke" else 3,
+            partial(tlg.decompose, view, batch_size=batch, progress=False, **options),
+            rounds=ROUNDS[size],
+            plain=lambda part: plain(part.to(device), use_cache=False),
         )
     return rows + obvious(view, tokens[: 2 * batch], batch, size) + memory(size)
 

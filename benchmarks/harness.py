@@ -105,32 +105,36 @@ def paired(
     rounds: int,
     plain: Callable[[Tensor], object] | None = None,
 ) -> list[Row]:
-    """Time a streaming ``route`` and, between its batches, the plain forward pass over the same
-    tokens without the output head (``plain``; the view's own by default).
+    """Time a streaming ``route`` and the plain forward pass over the same batches, without the
+    output head (``plain``; the view's own by default), in turn, after one batch of each; another
+    one is first in every round. The ratio is the median over the rounds, its note the least and
+    the most.
 
-    So both meet the same weather, batch by batch. A bridge computes its logits even with
-    ``return_type=None``; the baseline ends before them, as the streaming routes do.
+    A bridge computes its logits even with ``return_type=None``; the baseline ends before them, as
+    the streaming routes do.
     """
     forward = plain or (lambda batch: view.run(batch, {view.state_hooks[-1]: lambda h: None}))
-    times: list[tuple[float, float]] = []
-    for _ in range(rounds):
-        spent = 0.0
 
-        def stream() -> Iterator[Tensor]:
-            nonlocal spent
+    def passes() -> None:
+        with torch.inference_mode():
             for batch in batches:
-                synchronize()
-                start = time.perf_counter()
-                with torch.inference_mode():
-                    forward(batch)
-                synchronize()
-                spent += time.perf_counter() - start
-                yield batch
+                forward(batch)
 
-        start = time.perf_counter()
-        run(stream())
-        synchronize()
-        times.append((time.perf_counter() - start - spent, spent))
+    works = {"run": lambda: run(iter(batches)), "forward": passes}
+    times: list[tuple[float, float]] = []
+    run(iter(batches[:1]))
+    with torch.inference_mode():
+        forward(batches[0])
+    for i in range(rounds):
+        seconds = {}
+        for name in sorted(works, reverse=bool(i % 2)):
+            synchronize()
+            start = time.perf_counter()
+            works[name]()
+            synchronize()
+            seconds[name] = time.perf_counter() - start
+        times.append((seconds["run"], seconds["forward"]))
+    ratios = sorted(a / b for a, b in times)
     return [
         Row(
             benchmark,
@@ -142,7 +146,8 @@ def paired(
             benchmark,
             route,
             statistics.median(a for a, _ in times),
-            statistics.median(a / b for a, b in times),
+            statistics.median(ratios),
+            f"{ratios[0]:.3f} to {ratios[-1]:.3f}",
         ),
     ]
 

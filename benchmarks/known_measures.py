@@ -62,7 +62,7 @@ def labels(name: str, positions: str, seed: int) -> Iterator[Finding]:
     for_basis, tokens = corpora(truth, name)
     basis = tlg.decompose(truth.model, for_basis, **QUIET)
     table = tlg.sweep_heads(truth.model, tokens, basis, **QUIET)
-    groups, terms = table.by_group, table.by_term
+    groups, terms = (table.dominant_by(by) for by in ("group", "term"))
     by_cs = [
         name if name == UNIFORM or (share > SHARE_OVER and margin > MARGIN_OVER) else UNCLEAR
         for name, share, margin in zip(groups.by_cs, groups.share, groups.margin, strict=True)

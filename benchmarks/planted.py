@@ -17,7 +17,6 @@ from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.norms import NormReading, NormWeights
 from tl_geometry.models.parameters import HeadWeights
 from tl_geometry.models.reconstruction import ReconstructionReport
-from tl_geometry.scores.projection import ProjectedParts
 from tl_geometry.scores.sums import ShareSums, share_sums
 
 T, D, HEADS, D_HEAD = 12, 10, 4, 6
@@ -137,12 +136,12 @@ def layer_of(h: Tensor, *, rotary: bool = False, query: float = 0.0, key: float 
     )
 
 
-def parts_of(layer: LayerView, mean: Tensor, pos: Tensor) -> ProjectedParts:
-    """Bias, pos and cvec of a layer by some basis."""
+def parts_of(layer: LayerView, mean: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys of bias, pos and cvec of a layer by some basis."""
     parts = [x.expand_as(layer.h).float() for x in (mean, pos)]
     parts.append(layer.h - parts[0] - parts[1])
     stacked = torch.stack(parts)
-    return ProjectedParts(layer.mapped(stacked, "q") * layer.scale, layer.mapped(stacked, "k"))
+    return layer.mapped(stacked, "q") * layer.scale, layer.mapped(stacked, "k")
 
 
 @cache
@@ -154,4 +153,4 @@ def true_shares(world: World) -> ShareSums:
     h = many.draw(count, torch.Generator().manual_seed(99))
     layer = layer_of(h)
     parts = parts_of(layer, mean_state(), world.position * curve(world.length))
-    return share_sums(parts.q, parts.k, layer.allowed)
+    return share_sums(*parts, layer.allowed)

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 import tl_geometry as tlg
-from benchmarks.costs import EAGER, SDPA, plain_models
-from benchmarks.decomposition import gpt2_weights
+from benchmarks.decomposition import EAGER, SDPA, gpt2_weights, plain_models
 from benchmarks.harness import Row, child, grown, paired, synchronize
 from tl_geometry.models import from_hf
 from tl_geometry.models.model_view import ModelView

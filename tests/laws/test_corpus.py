@@ -427,7 +427,7 @@ def test_the_prompt_at_fault_is_named(model: Any, embedded: Any) -> None:
     assert prompts(model, two, positions={"x": 1}, prepend_bos=True).at("x").tolist() == [1, 1]
     pieces = refused(lambda: prompts(embedded, "def f", answers=" self.x"))
     assert "' self', '.x'" in str(pieces) or "' self', '.', 'x'" in str(pieces)
-    assert prompts(model, ["w4", "w5", "w4"]).flags == ("1 of 3 prompts are copies of others",)
+    assert prompts(model, ["w4", "w5", "w4"]).flags == ("1 of 3 contexts are copies of others",)
     assert isinstance(prompts(model, ["w4"])[0], Prompts)
 
 

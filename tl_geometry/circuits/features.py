@@ -22,17 +22,18 @@ from torch import Tensor
 from tl_geometry.base import checks
 from tl_geometry.base.checks import Head, describe
 from tl_geometry.base.errors import require
+from tl_geometry.base.guarded import Guarded
 from tl_geometry.base.results import Result
 from tl_geometry.circuits.dictionaries import Dictionary
 from tl_geometry.circuits.head_readers import HEAD_SIDES, SHARES, Reads, first_kept
+from tl_geometry.corpus.passes import batches, cuts
 from tl_geometry.corpus.sources import as_tokens
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.models.batches import batch_of
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.reader import as_view
-from tl_geometry.scores.corpus_pass import CorpusPass
-from tl_geometry.scores.terms import BIAS, Guarded
+from tl_geometry.scores.terms import BIAS
 
 ERROR, OFFSET = "error", "b_dec"
 """Parts beside the features: what the dictionary does not explain, and its own bias."""
@@ -103,9 +104,9 @@ def feature_shares(
     chosen = checks.heads(heads, view.n_layers, view.n_heads, features.layer)
     start, rows = first_kept(source, drop), batch_of(batch_size, source.length, view.device)
     sums = _FeatureSums(features, [h for _, h in chosen], start, len(source))
-    stream = CorpusPass(view, source, rows)
-    for batch in stream:
-        view.run_layers(batch, [features.layer], sums.add, verify=stream.first, **stream.sample())
+    for batch in batches(view, source, cuts(len(source), rows)):
+        first, sample = batch.at.start == 0, batch.sample()
+        view.run_layers(batch.tokens, [features.layer], sums.add, verify=first, **sample)
     return FeatureShares(
         provenance=view.provenance(source, window=(start, source.length)),
         heads=chosen,

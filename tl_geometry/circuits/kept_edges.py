@@ -26,6 +26,7 @@ from torch import Tensor
 
 from tl_geometry.base import checks
 from tl_geometry.base.errors import check_seed, require
+from tl_geometry.base.guarded import Guarded
 from tl_geometry.base.intervals import Interval, paired_interval
 from tl_geometry.base.results import Result
 from tl_geometry.circuits.arithmetic import Live
@@ -38,7 +39,6 @@ from tl_geometry.corpus.prompt_sets import as_prompts
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reader import as_view
-from tl_geometry.scores.terms import Guarded
 
 FRACTIONS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """Shares of the edges that are kept, as in Mueller et al. 2025."""

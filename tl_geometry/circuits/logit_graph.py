@@ -23,9 +23,9 @@ from torch import Tensor
 
 from tl_geometry.base.checks import head_name
 from tl_geometry.base.errors import choice, require
+from tl_geometry.base.guarded import Guarded
 from tl_geometry.base.results import Result
 from tl_geometry.base.tables import Table
-from tl_geometry.scores.terms import Guarded
 
 if TYPE_CHECKING:
     import pandas as pd

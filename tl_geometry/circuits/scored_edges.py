@@ -28,6 +28,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tl_geometry.base.errors import ReconstructionError, choice, require
+from tl_geometry.base.guarded import Guarded
 from tl_geometry.base.intervals import FEWEST, t_quantile
 from tl_geometry.base.results import Result
 from tl_geometry.base.tables import Table
@@ -47,7 +48,6 @@ from tl_geometry.corpus.prompt_sets import as_prompts
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.reader import as_view
 from tl_geometry.models.reconstruction import reconstruction_bound
-from tl_geometry.scores.terms import Guarded
 
 METHODS = ("contrast", "gradient", "integrated")
 """Which derivative is taken."""

@@ -48,6 +48,7 @@ from tl_geometry.circuits.head_readers import (
 )
 from tl_geometry.circuits.prompt_pairs import counted
 from tl_geometry.circuits.writer_sweep import WriterShares
+from tl_geometry.corpus.passes import batches, cuts
 from tl_geometry.corpus.sources import as_tokens
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
 from tl_geometry.decomposition.groups import group_borders, jackknife_blocks
@@ -59,7 +60,6 @@ from tl_geometry.models.norms import remove_mean
 from tl_geometry.models.parameters import upcast
 from tl_geometry.models.reader import as_view
 from tl_geometry.models.writers import GRAINS, Written, run_written, writer_names
-from tl_geometry.scores.corpus_pass import CorpusPass
 from tl_geometry.scores.terms import BIAS
 
 
@@ -176,18 +176,17 @@ def composition(
         nonlocal products
         l = layer.layer
         reads = Reads.of(layer, start, readers[l], at, values=True)
-        places = stream.contexts + torch.arange(len(layer.h))
+        places = batch.at.start + torch.arange(len(layer.h))
         group = torch.bucketize(places, borders, right=True).to(layer.h.device)
-        batch = WriterSums.of(reads, written, parts, group, (write, read)).to("cpu")
-        sums[l] = sums[l] + batch if l in sums else batch
+        new = WriterSums.of(reads, written, parts, group, (write, read)).to("cpu")
+        sums[l] = sums[l] + new if l in sums else new
         if l not in weights:
             weights[l] = weights_alone(reads, readers[l], layer, written, parts, factor_of)
         if l == max(readers) and len(group) > 1:  # the last layer has all writers
             products = products + context_products(written, start, parts).cpu()
 
-    stream = CorpusPass(view, source, rows, progress=progress, seed=seed)
-    for batch in stream:
-        run_written(view, batch, list(readers), on_layer, verify=False, **stream.sample())
+    for batch in batches(view, source, cuts(len(source), rows), progress=progress, seed=seed):
+        run_written(view, batch.tokens, list(readers), on_layer, verify=False, **batch.sample())
     names = writer_names(view, max(readers), parts)
     fields: dict[str, list[Tensor]] = defaultdict(list)
     for l in readers:
@@ -196,7 +195,7 @@ def composition(
             fields[name].append(pad(x, (0, 1 + len(names) - x.shape[-1])).transpose(0, 1))
     pick = torch.tensor([order.index(head) for head in chosen])
     return Composition(
-        provenance=stream.provenance(start),
+        provenance=view.provenance(source, window=(start, source.length), seed=seed),
         heads=chosen,
         parts=(BIAS, *(w.name for w in names)),
         wrote=(-1, *(w.layer for w in names)),

@@ -26,16 +26,17 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tl_geometry.base import checks
+from tl_geometry.base.guarded import Guarded
 from tl_geometry.base.results import Result
 from tl_geometry.circuits.head_readers import HEAD_SIDES, Reads, WriterSums, first_kept
+from tl_geometry.corpus.passes import batches, cuts
 from tl_geometry.corpus.sources import as_tokens
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.models.batches import batch_of
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.writers import Written, run_written, writer_names
-from tl_geometry.scores.corpus_pass import CorpusPass
-from tl_geometry.scores.terms import ALIBI, BIAS, Guarded
+from tl_geometry.scores.terms import ALIBI, BIAS
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -105,10 +106,9 @@ def sweep_writers(
         paid = layer.pattern[:, :, start:, :start].sum((0, 2, 3), dtype=torch.float64)
         mass[l] += paid.cpu() / (source.length - start)
 
-    rows = batch_of(batch_size, source.length, view.device)
-    stream = CorpusPass(view, source, rows, progress=progress, seed=seed)
-    for batch in stream:
-        run_written(view, batch, chosen, on_layer, verify=False, **stream.sample())
+    cut = cuts(len(source), batch_of(batch_size, source.length, view.device))
+    for batch in batches(view, source, cut, progress=progress, seed=seed):
+        run_written(view, batch.tokens, chosen, on_layer, verify=False, **batch.sample())
     writers = writer_names(view, max(chosen), grain)
     alibi, each = any(bool(sums[l].alibi.any()) for l in chosen), []
     for l in chosen:
@@ -118,7 +118,7 @@ def sweep_writers(
         each.append(torch.cat([wide, biased], -1) if alibi else wide)
     cs, gs = torch.cat(each, 2).transpose(1, 2)
     return WriterSweep(
-        provenance=stream.provenance(start),
+        provenance=view.provenance(source, window=(start, source.length), seed=seed),
         heads=tuple((layer, head) for layer in chosen for head in range(view.n_heads)),
         parts=(BIAS, *(w.name for w in writers), *((ALIBI,) if alibi else ())),
         wrote=(-1, *(w.layer for w in writers), *((-1,) if alibi else ())),

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from tl_geometry.base.checks import index, whole
 from tl_geometry.base.errors import choice, fail, require
-from tl_geometry.corpus.sources import as_tokens, encoded, read_ids
-from tl_geometry.corpus.token_windows import TokenWindows
+from tl_geometry.corpus.sources import Notes, copies_of, encoded, read_ids, unusual
+from tl_geometry.corpus.token_windows import TokenWindows, begins_with_bos
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reader import known_view
@@ -144,7 +144,7 @@ def prompts(
     (2, [2, 2])
     """
     view = known_view(model)
-    ids, spoken, flags = _read(view, texts, prepend_bos)
+    ids, spoken, has_bos, flags = _read(view, texts, prepend_bos)
     other_ids = None
     if counterfactuals is not None:
         other_ids = _read(view, counterfactuals, prepend_bos)[0]
@@ -160,17 +160,15 @@ def prompts(
     sides = [pair if isinstance(pair, tuple | list) else (pair,) for pair in pairs]
     tokens = [torch.tensor([_token(view, token) for token in side]) for side in zip(*sides)]
     names = {n: _positions(view, n, v, spoken, ids) for n, v in (positions or {}).items()}
-    copies = len(ids) - len({tuple(r.tolist()) for r in map(torch.cat, zip(ids, other_ids or ids))})
-    flags += (f"{copies} of {len(ids)} prompts are copies of others",) if copies else ()
     return Prompts(
         ids=ids,
         rows=torch.arange(len(ids)),
-        has_bos=view.bos_id is not None and all(int(row[0]) == view.bos_id for row in ids),
+        has_bos=has_bos,
         counterfactual_ids=other_ids,
         answers=tokens[0] if tokens else None,
         others=tokens[1] if len(tokens) > 1 else None,
         positions=names,
-        flags=flags,
+        flags=(*copies_of(list(map(torch.cat, zip(ids, other_ids or ids)))), *flags),
     )
 
 
@@ -186,12 +184,13 @@ def as_prompts(model: ModelLike, given: Any, **options: Any) -> Prompts:
 
 def _read(
     view: ModelView, given: Any, prepend_bos: bool | None
-) -> tuple[Rows, Sequence[str] | None, tuple[str, ...]]:
-    """The ids of each prompt, the texts that they are of (``None`` of ids), and notes."""
+) -> tuple[Rows, Sequence[str] | None, bool, Notes]:
+    """The ids of each prompt, the texts that they are of (``None`` of ids), whether all begin with
+    BOS, and notes."""
     ids, texts, notes = read_ids(view, given, prepend_bos)
-    for length in {len(row) for row in ids} if texts is None else ():
-        as_tokens(view, [row for row in ids if len(row) == length])  # refuses padded rows
-    return tuple(ids), texts, notes
+    has_bos = begins_with_bos(torch.stack([row[:1] for row in ids]), view.bos_id)
+    groups = [torch.stack([r for r in ids if len(r) == n]) for n in sorted(set(map(len, ids)))]
+    return tuple(ids), texts, has_bos, (*notes, *unusual(view, groups, has_bos))
 
 
 def _each(given: Any, count: int, what: str) -> list[Any]:

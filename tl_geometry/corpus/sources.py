@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
@@ -17,7 +18,6 @@ from torch import Tensor
 
 from tl_geometry.base.checks import describe, holds_integers, whole
 from tl_geometry.base.errors import require
-from tl_geometry.base.results import row_hashes
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows, begins_with_bos
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
@@ -25,6 +25,8 @@ from tl_geometry.models.reader import known_view
 
 UNEQUAL = "tl_geometry.windows(model, texts, length), or corpus.prompts for texts of any length"
 """What errors advise in place of ragged or padded rows."""
+Notes = tuple[str, ...]
+"""Sentences for the flags of results."""
 
 
 def as_tokens(
@@ -54,36 +56,44 @@ def as_tokens(
         require(len(lengths) == 1, "tokens", expected=expected, got=got, instead=UNEQUAL)
         corpus = "tokens" if texts is None else "prompt"
         rows = TokenWindows(tokens=torch.stack(ids), has_bos=False, corpus=corpus, notes=notes)
-    low, high = (int(end) for end in rows.tokens.aminmax())
-    expected, fits = f"ids from 0 to {view.d_vocab - 1}", 0 <= low <= high < view.d_vocab
-    require(fits, "tokens", expected=expected, got=f"{low} to {high}")
+    has_bos = begins_with_bos(rows.tokens, view.bos_id)
+    about["remarks"] = (*copies_of(rows.tokens), *unusual(view, [rows.tokens], has_bos))
     if view.bos_id is not None:
-        about["has_bos"] = begins_with_bos(rows.tokens, view.bos_id)
+        about["has_bos"] = has_bos
     if labels is not None:
         about["labels"], about["label_names"] = label_ids(labels, len(rows))
     about["str_tokens"] = rows.str_tokens or tuple(view.decode(rows.tokens[0].tolist()))
-    rows = dataclasses.replace(rows, **about)
-    return dataclasses.replace(rows, remarks=_remarks(view, rows))
+    return dataclasses.replace(rows, **about)
 
 
-def _remarks(view: ModelView, rows: TokenWindows) -> tuple[str, ...]:
-    """What is unusual about these rows, each with its number; padded rows are refused."""
-    ids, pad, bos, of = rows.tokens, view.pad_id, view.bos_id, f"of {len(rows)} contexts"
-    copies = len(ids) - len(row_hashes(ids).unique())
-    counted = {f"{copies} {of} are copies of others": copies}
-    if rows.has_bos and bos is not None:
-        later = int((ids[:, 1:] == bos).any(1).sum())
-        counted[f"{later} {of} have BOS after position 0"] = later
-    if pad is not None:
-        # where padding is BOS too, the first token of every row is no padding
-        is_pad = (ids[:, int(rows.has_bos and pad == bos) :] == pad).long()
-        # a cumulative product is 1 along the run at that end, and 0 after it
-        run = torch.maximum(is_pad.cumprod(1).sum(1), is_pad.flip(1).cumprod(1).sum(1))
-        padded, single = int((run > 1).sum()), int((run == 1).sum())
-        got = f"{padded} {of} that begin or end with two or more padding tokens (id {pad})"
-        require(not padded, "tokens", expected="rows without padding", got=got, instead=UNEQUAL)
-        counted[f"{single} {of} begin or end with a padding token"] = single
-    return tuple(remark for remark, count in counted.items() if count)
+def copies_of(rows: Sequence[Int[Tensor, " _"]] | Int[Tensor, "context position"]) -> Notes:
+    """How many rows are copies of others, if any are."""
+    copies = len(rows) - len({row.numpy().tobytes() for row in rows})
+    return (f"{copies} of {len(rows)} contexts are copies of others",) if copies else ()
+
+
+def unusual(
+    view: ModelView, groups: Sequence[Int[Tensor, "context position"]], has_bos: bool
+) -> Notes:
+    """What is unusual about rows, in groups of one length, each with its number; ids beyond the
+    vocabulary and padded rows are refused."""
+    counted, pad, of = Counter[str](), view.pad_id, f"of {sum(map(len, groups))} contexts"
+    for ids in groups:
+        low, high = (int(end) for end in ids.aminmax())
+        expected, fits = f"ids from 0 to {view.d_vocab - 1}", 0 <= low <= high < view.d_vocab
+        require(fits, "tokens", expected=expected, got=f"{low} to {high}")
+        if has_bos:
+            counted["have BOS after position 0"] += int((ids[:, 1:] == view.bos_id).any(1).sum())
+        if pad is not None:
+            # where padding is BOS too, the first token of every row is no padding
+            is_pad = (ids[:, int(has_bos and pad == view.bos_id) :] == pad).long()
+            # a cumulative product is 1 along the run at that end, and 0 after it
+            run = torch.maximum(is_pad.cumprod(1).sum(1), is_pad.flip(1).cumprod(1).sum(1))
+            padded = int((run > 1).sum())
+            got = f"{padded} {of} that begin or end with two or more padding tokens (id {pad})"
+            require(not padded, "tokens", expected="rows without padding", got=got, instead=UNEQUAL)
+            counted["begin or end with a padding token"] += int((run == 1).sum())
+    return tuple(f"{count} {of} {remark}" for remark, count in counted.items() if count)
 
 
 # ---- text and ids
@@ -91,7 +101,7 @@ def _remarks(view: ModelView, rows: TokenWindows) -> tuple[str, ...]:
 
 def read_ids(
     view: ModelView, tokens: Any, prepend_bos: bool | None
-) -> tuple[list[Int[Tensor, " _"]], Sequence[str] | None, tuple[str, ...]]:
+) -> tuple[list[Int[Tensor, " _"]], Sequence[str] | None, Notes]:
     """The ids of each row, of any lengths, the texts that they are of (``None`` of ids), and notes.
     Texts get BOS where it was asked for, and never twice."""
     if not is_text(tokens):

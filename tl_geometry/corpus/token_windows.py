@@ -50,8 +50,8 @@ class TokenWindows:
             fits = fits and value.dim() == axes and len(value) == len(self.tokens)
             expected = f"a tensor of integers with {axes} axes, at least one context"
             require(fits, f"TokenWindows: {name}", expected=expected, got=describe(value))
-            # cloned, because a caller may write into its tensor later
-            object.__setattr__(self, name, value.clone())
+            # a copy, because a caller may write into its tensor later
+            object.__setattr__(self, name, value.to("cpu", torch.int64, copy=True))
 
     def __len__(self) -> int:
         return len(self.tokens)

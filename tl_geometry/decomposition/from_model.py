@@ -11,20 +11,19 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Any, SupportsIndex, TypeVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, distributed
-from tqdm.auto import tqdm
 
 from tl_geometry.base import checks
 from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import fail, require
 from tl_geometry.base.results import Provenance, row_hashes
+from tl_geometry.corpus.passes import batches, cuts
 from tl_geometry.corpus.sources import as_tokens, label_ids
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
 from tl_geometry.decomposition import largest
@@ -125,18 +124,15 @@ def decompose(
             h = norms[row].normalize(h.float() if h.element_size() < 4 else h)
         work.add(row, at, h)
 
-    hidden = not progress or work.rank > 0
-    with tqdm(total=len(rows), unit="ctx", disable=hidden, desc=view.name) as bar:
-        for at in work.batches():
-            hooks = {view.state_hooks[s]: partial(take, row, at) for row, s in enumerate(chosen)}
-            with torch.inference_mode():
-                view.run(rows.tokens[at], hooks)
-            bar.update(work.size * (at.stop - at.start))
-    about = {"label_names": rows.label_names, "token_hashes": hashes}
+    for batch in batches(view, rows, work.cut, progress=progress and work.rank == 0):
+        at = batch.at
+        hooks = {view.state_hooks[s]: partial(take, row, at) for row, s in enumerate(chosen)}
+        with torch.inference_mode():
+            view.run(batch.tokens, hooks)
+        work.close(at)
     source = view.provenance(rows, normalized=normalize, flags=flags)
-    basis = work.basis(source, rows.tokens, **about)
-    ids = basis.largest["token"].unique().tolist()
-    return dataclasses.replace(basis, token_texts=dict(zip(map(str, ids), view.decode(ids))))
+    about = {"label_names": rows.label_names, "token_hashes": hashes}
+    return work.basis(source, rows.tokens, view.decode, **about)
 
 
 def _each_once(view: ModelView, rows: TokenWindows) -> tuple[TokenWindows, Tensor]:
@@ -204,10 +200,11 @@ def decompose_activations(
     options |= {"second_moments": second_moments, "keep_ctx": keep_ctx, "batch_size": batch_size}
     positions, sizes = checks.window(window, h.shape[2], 0), (h.shape[1], h.shape[2], h.shape[3])
     work = Accumulation(chosen, positions, sizes, device=h.device, labels=numbers, **options)
-    for at in work.batches():
+    for at in work.cut:
         for row, state in enumerate(chosen):
             work.add(row, at, h[state, at])
-    return work.basis(provenance, None, label_names=names)
+        work.close(at)
+    return work.basis(provenance, label_names=names)
 
 
 def _activations(
@@ -232,8 +229,9 @@ def _activations(
 
 class Accumulation:
     """Sums in progress over contexts of some positions and width (``sizes``): :meth:`add` for each
-    state of each of :meth:`batches`, then :meth:`basis`. ``options`` are settings of ``decompose``:
-    groups, keep, seed, second_moments, keep_ctx, batch_size."""
+    state of each batch of ``cut``, the part of this process, and :meth:`close`; then :meth:`basis`.
+    ``options`` are settings of ``decompose``: groups, keep, seed, second_moments, keep_ctx,
+    batch_size."""
 
     def __init__(
         self,
@@ -261,6 +259,8 @@ class Accumulation:
         self.contexts, length, width = sizes
         self.borders, remarks = group_borders(self.contexts, options["groups"], labels)
         self.flags, count = list(remarks), len(states)
+        batch = batch_of(options["batch_size"], length, device)
+        self.cut = cuts(self.contexts, batch, self.borders)[self.rank :: self.size]
         # MPS has no float64, so the sums live on the CPU
         there = "cpu" if device.type == "mps" else device
         order = torch.randperm(
@@ -285,22 +285,6 @@ class Accumulation:
             return False
         return bool(wanted)
 
-    def batches(self) -> Iterator[slice]:
-        """The contexts of each batch that this process takes; every state of a batch must have been
-        added when the next one is asked for."""
-        size = batch_of(self.options["batch_size"], self.samples.shape[2], self.device)
-        groups = pairwise([0, *self.borders, self.contexts])
-        cut = [
-            slice(i, min(i + size, end)) for first, end in groups for i in range(first, end, size)
-        ]
-        for at in cut[self.rank :: self.size]:
-            yield at
-            self.moments.counts[self._group(at)] += at.stop - at.start
-            # one look for all states: it waits for a GPU
-            bad = [s for s, fine in zip(self.states, self.finite.tolist()) if not fine]
-            got = f"NaN or infinite in states {bad}, contexts {at.start} to {at.stop - 1}"
-            require(not bad, "activations", expected="finite numbers", got=got)
-
     def _group(self, at: slice) -> int:
         return bisect.bisect_right(self.borders, at.start)
 
@@ -316,11 +300,23 @@ class Accumulation:
             chosen = h[(self.sampled[inside] - at.start).to(h.device)]
             self.samples[inside, row] = chosen.float().cpu()
 
+    def close(self, at: slice) -> None:
+        """Count a batch of which every state was added, and refuse it if any is not finite."""
+        self.moments.counts[self._group(at)] += at.stop - at.start
+        # one look for all states: it waits for a GPU
+        bad = [s for s, fine in zip(self.states, self.finite.tolist()) if not fine]
+        got = f"NaN or infinite in states {bad}, contexts {at.start} to {at.stop - 1}"
+        require(not bad, "activations", expected="finite numbers", got=got)
+
     def basis(
-        self, provenance: Provenance, tokens: Int[Tensor, "context position"] | None, **about: Any
+        self,
+        provenance: Provenance,
+        tokens: Int[Tensor, "context position"] | None = None,
+        decode: Callable[[list[int]], list[str]] | None = None,
+        **about: Any,
     ) -> PositionContext:
-        """The basis of all that was taken in, in every process the same, on the CPU; ``about`` are
-        further fields of it."""
+        """The basis of all that was taken in, in every process the same, on the CPU. ``about`` are
+        further fields of it; ``decode`` gives texts of ``tokens``."""
         for tensor in (*self.moments.tensors().values(), self.samples, self.means):
             if self.size > 1 and tensor.numel():
                 nccl = distributed.get_backend(self.group) == "nccl"
@@ -330,8 +326,10 @@ class Accumulation:
         places = largest.top(self._of_each({name: v.cpu() for name, v in self.places.items()}))
         filled = int((places["norm"][0] >= 0).sum())
         places = {name: values[:, :filled].clone() for name, values in places.items()}
-        if tokens is not None:
+        if tokens is not None and decode is not None:
             places["token"] = tokens[places["context"], places["position"]]
+            ids = places["token"].unique().tolist()
+            about["token_texts"] = dict(zip(map(str, ids), decode(ids)))
         made = {"window": self.moments.window, "contexts": self.contexts}
         flagged = provenance.flagged(*self.flags)
         sampled = len(self.sampled) > 0

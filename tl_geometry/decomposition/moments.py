@@ -36,8 +36,7 @@ class Moments(Sums):
     Sums over contexts: ``sums`` of h, ``squares`` of |h|^2, ``context_squares`` of |m|^2 for the
     context's mean m over the window; ``counts`` are the contexts of each group. ``second`` is
     ``sum h h^T`` over contexts and window, valid on and below the diagonal (:meth:`products`).
-    Whatever is over the window uses positions ``window`` only. In a file sums may be float32
-    differences from ``offset`` times the number of contexts.
+    Whatever is over the window uses positions ``window`` only.
     """
 
     window: tuple[int, int]
@@ -46,13 +45,6 @@ class Moments(Sums):
     context_squares: Float[Tensor, "group state"]
     counts: Int[Tensor, " group"]
     second: Float[Tensor, "state d_model d_model"] | None = None
-    offset: Float[Tensor, "state d_model"] | None = None
-
-    def __post_init__(self) -> None:
-        if self.offset is not None:
-            offset = self.counts[:, None, None, None] * self.offset[:, None]
-            object.__setattr__(self, "sums", self.sums.double() + offset)
-            object.__setattr__(self, "offset", None)
 
     @classmethod
     def zeros(
@@ -140,14 +132,6 @@ class Moments(Sums):
     def pooled(self) -> Moments:
         """The sums of all groups together, as one group."""
         return self.regrouped(torch.zeros(len(self.counts), dtype=torch.int64), 1)
-
-    def rounded(self) -> Moments:
-        """Half as many bytes: float32 differences of the sums from their mean over positions."""
-        mean = self.sums.sum((0, 2)) / (self.contexts * self.sums.shape[2])
-        offset = self.counts[:, None, None, None] * mean[:, None]
-        made = self.mapped(lambda name, v: (v - offset).float() if name == "sums" else v)
-        object.__setattr__(made, "offset", mean)
-        return made
 
 
 class Parts(NamedTuple):

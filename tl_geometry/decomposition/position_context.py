@@ -18,6 +18,7 @@ from torch import Tensor
 from tl_geometry.base import checks
 from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import fail, require
+from tl_geometry.base.guarded import Guarded
 from tl_geometry.base.results import Result
 from tl_geometry.base.tables import Table
 from tl_geometry.decomposition import merge_parts
@@ -37,20 +38,18 @@ from tl_geometry.models.model_view import ModelView
 RAW = "basis of raw activations: its model is not known"
 """Flag of results for a model that use a basis without a fingerprint: whether the basis belongs to
 that model cannot be checked."""
-MAILED = 40_000_000
-"""Bytes of sums above which a file holds them in float32: a basis can be mailed."""
 KEEPS = "basis.save(path, full=True) before, or the basis that decompose returned"
 """What keeps what a file leaves out."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class PositionContext(Result):
+class PositionContext(Guarded, Result):
     """Positional and context basis of a model's states over a corpus: what
     :func:`tl_geometry.decompose` returns.
 
     Position sums are kept for every position seen (:meth:`pos_at`); mean, ctx, analysis of variance
     and second moments use ``window``, half-open in absolute positions. Everything is float64 on the
-    CPU; the sampled states are float32. What properties return are copies.
+    CPU; the sampled states are float32. What a basis hands out are copies.
 
     Groups of contexts are contiguous blocks (:attr:`group_counts`). ``context_means`` are the means
     of h over the window of each context (``ctx`` plus the mean). ``labels`` are the numbers of the
@@ -99,17 +98,13 @@ class PositionContext(Result):
         return self.moments.counts.clone()
 
     @cached_property
-    def _mean(self) -> Float[Tensor, "state d_model"]:
+    def mean(self) -> Float[Tensor, "state d_model"]:
+        """Mean of h over contexts and window positions."""
         return self.moments.window_mean()
 
     @cached_property
     def _pos_seen(self) -> Float[Tensor, "state position d_model"]:
-        return self.moments.sums.sum(0) / self.contexts - self._mean.unsqueeze(1)
-
-    @property
-    def mean(self) -> Float[Tensor, "state d_model"]:
-        """Mean of h over contexts and window positions."""
-        return self._mean.clone()
+        return self.moments.sums.sum(0) / self.contexts - self.mean.unsqueeze(1)
 
     @property
     def pos_seen(self) -> Float[Tensor, "state position d_model"]:
@@ -131,13 +126,14 @@ class PositionContext(Result):
     ) -> tuple[Float[Tensor, " d_model"], Float[Tensor, "position d_model"]]:
         """Mean and positional vectors of one state at the first ``length`` positions."""
         row = self.index(state)
-        return self._mean[row].clone(), self._pos_seen[row, :length].clone()
+        return self.mean[row], self._pos_seen[row, :length].clone()
 
     @property
     def ctx(self) -> Float[Tensor, "state context d_model"] | None:
         """The context basis, mean over a context's window of h - mean - pos, or ``None`` where it
         was not kept."""
-        return None if self.context_means is None else self.context_means - self._mean.unsqueeze(1)
+        means = vars(self)["context_means"]
+        return None if means is None else means - self.mean.unsqueeze(1)
 
     def index(self, state: int) -> int:
         """Row of ``state`` in every array with a state axis."""
@@ -163,7 +159,7 @@ class PositionContext(Result):
         if not self.has_second_moments:
             instead = KEEPS if self.lean else "decompose(..., second_moments=True)"
             fail("second_moment", expected="second moments", got="a basis without", instead=instead)
-        mean, tokens = self._mean[row], self.contexts * (self.window[1] - self.window[0])
+        mean, tokens = self.mean[row], self.contexts * (self.window[1] - self.window[0])
         about_zero = self.moments.products(row)
         return about_zero - tokens * torch.outer(mean, mean) if centered else about_zero
 
@@ -274,7 +270,7 @@ class PositionContext(Result):
         """
         single = activations.dim() == 3
         h = activations.unsqueeze(0) if single else activations
-        states, d_model = self._mean.shape
+        states, d_model = self.mean.shape
         fits = h.dim() == 4 and h.shape[0] == states and h.shape[3] == d_model
         expected = f"[state batch position d_model] with {states} states and d_model {d_model}"
         require(fits, "activations", expected=expected, got=describe(activations))
@@ -319,7 +315,7 @@ class PositionContext(Result):
         fits, instead = None in (has_bos, bos) or has_bos == bos, "the same prepend_bos= for both"
         expected, got = f"has_bos={bos}, as in the basis", f"has_bos={has_bos}"
         require(fits, "tokens", expected=expected, got=got, instead=instead)
-        expected, got = f"d_model {view.d_model} of {view.name}", self._mean.shape[1]
+        expected, got = f"d_model {view.d_model} of {view.name}", self.mean.shape[1]
         require(got == view.d_model, "basis", expected=expected, got=got)
 
     def remarks(self, view: ModelView) -> tuple[str, ...]:
@@ -338,14 +334,13 @@ class PositionContext(Result):
         """Write to one safetensors file and return its path.
 
         By default mean, pos, the analysis of variance without intervals and the largest tokens can
-        be read from it: sums of all groups together, in float32 where they exceed 40 MB (mean and
-        sums of squares stay exact). ``full=True`` also keeps groups, context vectors, samples and
-        second moments, which intervals, context reports and merging with intervals need.
+        be read from it: sums of all groups together (SmolLM2 with 128 positions: 18 MB).
+        ``full=True`` also keeps groups, context vectors, samples and second moments, which
+        intervals, context reports and merging with intervals need.
         """
         if full:
             return super().save(path)
         pooled = dataclasses.replace(self.moments, second=None).pooled()
-        pooled = pooled if pooled.sums.nbytes <= MAILED else pooled.rounded()
         nothing = {"context_means": None, "sampled": None, "sample_states": None, "lean": True}
         lean = dataclasses.replace(self, moments=pooled, **nothing)
         return Result.save(lean, path)
@@ -378,17 +373,6 @@ class PositionContext(Result):
 
     def rows(self) -> Sequence[Sequence[object]]:
         return self._table.rows()
-
-    def __repr__(self) -> str:
-        held = {"second moments": self.moments.second, "ctx": self.context_means}
-        held |= {"sampled contexts": self.sampled}
-        kept = ", ".join(name for name, value in held.items() if value is not None)
-        states = f"states {self.states[0]}..{self.states[-1]}"
-        shown = [self.provenance.line(), states, f"kept: {kept or 'sums'}"]
-        return f"PositionContext({'; '.join(shown)})"
-
-    def _repr_html_(self) -> str:
-        return self._table._repr_html_()
 
 
 def require_basis(value: object, what: str = "basis") -> None:

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tl_geometry.base.guarded import Guarded
 from tl_geometry.base.intervals import FEWEST, FEWEST_GROUPS, LeftOut, jackknife_interval
 from tl_geometry.base.results import Result
 from tl_geometry.decomposition.groups import blocks, jackknife_blocks
@@ -29,7 +30,7 @@ BOUNDED = (*SHARES, "ctx_null")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Anova(Result):
+class Anova(Guarded, Result):
     """Analysis of variance of each state: sums of squares, shares, and how far to trust them.
 
     Sums of squares (units of the activations squared) over C ``contexts`` and T ``positions``:

@@ -21,6 +21,7 @@ from tqdm.auto import tqdm
 
 from tl_geometry.base import checks
 from tl_geometry.base.errors import check_seed, require
+from tl_geometry.base.guarded import Guarded
 from tl_geometry.base.intervals import (
     FEWEST,
     Interval,
@@ -40,7 +41,6 @@ from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.next_token import output_batch, require_output
 from tl_geometry.models.output_head import next_token_losses
 from tl_geometry.models.reader import as_view
-from tl_geometry.scores.terms import Guarded
 
 METRICS = ("loss", "difference")
 NAMED = 3

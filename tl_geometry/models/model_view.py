@@ -203,15 +203,17 @@ class ModelView(Layers):
         instead = "a copy of the model (copy.deepcopy) while it is trained or processed"
         require(now == self.fingerprint, what, expected=expected, got=got, instead=instead)
 
-    def provenance(self, rows: Any = None, **fields: Any) -> Provenance:
+    def provenance(self, rows: Any = None, *, streamed: bool = True, **fields: Any) -> Provenance:
         """Provenance of a result of this model (on ``rows``, a
         :class:`~tl_geometry.TokenWindows`), with the user hooks that act on it now; ``fields`` are
         its other fields.
 
         Call it when the passes have ended: it raises where the weights have changed since this
-        view was made (:meth:`require_unchanged`).
+        view was made (:meth:`require_unchanged`). That takes as long as a third of a pass over one
+        prompt, so that what is not ``streamed`` does not ask: its view has just been made.
         """
-        self.require_unchanged()
+        if streamed:
+            self.require_unchanged()
         about: dict[str, Any] = {"model": self.name, "fingerprint": self.fingerprint}
         about |= {"library": f"{self.class_name}, {self.library}", "processed": self.processed}
         about |= {"dtype": self.dtype_name, "hooks": self.hooked()}

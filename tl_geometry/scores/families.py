@@ -16,7 +16,7 @@ from tl_geometry.base import checks
 from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import fail, require
 from tl_geometry.base.linalg import unit_roundoff
-from tl_geometry.decomposition.position_context import PositionContext, require_basis
+from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reconstruction import reconstruction_bound
@@ -131,22 +131,19 @@ def family_of(
 ) -> Family:
     """The family that the argument ``parts`` stands for, or an error that lists what is possible;
     ``layers`` are the blocks to be split."""
-    if basis is not None:
-        require_basis(basis)
     if isinstance(parts, Mapping):
         reserved = [n for n in parts if n in (BIAS, ALIBI) or "-" in n]
         expected = "names other than bias and alibi, without '-'"
         require(len(parts) > 0 and not reserved, "parts", expected=expected, got=reserved or "none")
         return Family(tuple(parts), partial(_given_parts, parts, view.n_layers))
-    # before tuple(parts), which would take a string letter by letter
+    names = (parts,) if isinstance(parts, str) else tuple(parts)
+    expected = f"one of {STREAM_PARTS + GRAINS}, or a mapping from names to tensors"
+    fits = parts in GRAINS or names in STREAM_PARTS
+    require(fits, "parts", expected=expected, got=repr(parts))
     if isinstance(parts, str):
-        require(parts in GRAINS, "parts", expected=f"one of {STREAM_PARTS + GRAINS}", got=parts)
         # those of the last layer, so that all layers have the same parts
         names = tuple(writer.name for writer in writer_names(view, max(layers), parts))
         return Family(names, partial(_writer_parts, names, parts), grain=parts)
-    names = tuple(parts)
-    expected = f"one of {STREAM_PARTS + GRAINS}, or a mapping from names to tensors"
-    require(names in STREAM_PARTS, "parts", expected=expected, got=repr(names))
     if basis is None:
         expected = f"a PositionContext for parts={parts!r}"
         instead = 'decompose(model, tokens), or parts="writers", which needs no basis'

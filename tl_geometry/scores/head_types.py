@@ -136,41 +136,23 @@ def _ratio_error(
     return error if n_rows >= FEWEST else torch.full_like(error, torch.nan)
 
 
-def token_range(d_vocab: int, avoid: Sequence[int | None] = ()) -> tuple[int, int]:
-    """Half-open range of ids to draw from: 1,000 to 9,999 in a large vocabulary (rarely special
-    tokens; the ids of Song & Zhong 2023's code). In a small one it begins above those ``avoid`` ids
-    that lie in the vocabulary's lower half; an ``avoid`` id in its upper half may be drawn.
-
-    >>> token_range(50257), token_range(100, avoid=[0])
-    ((1000, 10000), (1, 100))
-    """
-    if d_vocab >= 2 * HIGH_TOKEN:
-        return 1000, HIGH_TOKEN
-    # above an avoided id in the upper half too few ids would be left to draw from
-    low = max([a + 1 for a in avoid if a is not None and a < d_vocab // 2], default=0)
-    return low, d_vocab
-
-
-def token_ranges(
-    d_vocab: int, avoid: Sequence[int | None] = (), *, count: int = SEQUENCES
-) -> list[tuple[int, int]]:
-    """``count`` equal ranges of ids from common to rare in a large vocabulary, else the one range
-    of :func:`token_range`. The first 1,000 ids and the last fiftieth are left out, because special
-    tokens are there.
+def token_ranges(d_vocab: int, avoid: Sequence[int | None] = ()) -> list[tuple[int, int]]:
+    """Half-open ranges of ids to draw from. In a large vocabulary :data:`SEQUENCES` equal ones from
+    common to rare ids, without the first 1,000 and the last fiftieth, where special tokens are. A
+    small one is a single range, which begins above those ``avoid`` ids that lie in its lower half.
 
     A head may copy common tokens and not rare ones: SmolLM2's L17H5 has an induction score of 0.72
     on the ids up to 10,000 and of 0.56 on rare ones.
 
-    >>> token_ranges(50257, count=3), token_ranges(100, avoid=[0])
-    ([(1000, 17084), (17084, 33168), (33168, 49252)], [(1, 100)])
+    >>> token_ranges(50257)[:2], token_ranges(100, avoid=[0])
+    ([(1000, 5021), (5021, 9042)], [(1, 100)])
     """
-    require(count >= 1, "count", expected="at least 1 range", got=count)
-    low, high = token_range(d_vocab, avoid)
-    # a small vocabulary is one range already
-    if high == d_vocab:
-        return [(low, high)]
-    width = (d_vocab - d_vocab // 50 - low) // count
-    return [(low + i * width, low + (i + 1) * width) for i in range(count)]
+    if d_vocab < 2 * HIGH_TOKEN:
+        # above an avoided id in the upper half too few ids would be left to draw from
+        low = max([a + 1 for a in avoid if a is not None and a < d_vocab // 2], default=0)
+        return [(low, d_vocab)]
+    low, width = 1000, (d_vocab - d_vocab // 50 - 1000) // SEQUENCES
+    return [(low + i * width, low + (i + 1) * width) for i in range(SEQUENCES)]
 
 
 def measure_types(

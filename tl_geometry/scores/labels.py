@@ -59,10 +59,6 @@ def dominant(
     >>> best.labels, best.flags
     (('position', 'unclear'), ('', 'position by cs, content by gs'))
     """
-    if not names:
-        unknown = torch.full((len(cs),), torch.nan, dtype=cs.dtype)
-        no_names: tuple[str, ...] = ("",) * len(cs)
-        return Dominant(no_names, no_names, unknown, unknown, no_names, unknown, unknown, no_names)
     (first_cs, share, margin), (first_gs, gain, gain_margin) = _leading(cs), _leading(gs)
     uniform, no_gain = torch.isnan(share), torch.isnan(gain)
     # without a gain share nothing disagrees, so there is no flag (and, without a lead, no label)

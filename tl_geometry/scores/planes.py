@@ -31,15 +31,18 @@ from torch.nn.functional import pad
 
 from tl_geometry.base import checks
 from tl_geometry.base.errors import require
+from tl_geometry.base.guarded import Guarded
 from tl_geometry.base.tables import Table
 from tl_geometry.models.rotary import RotaryPlanes
 from tl_geometry.scores.labels import dominant
-from tl_geometry.scores.terms import Guarded, TermResult
+from tl_geometry.scores.terms import TermResult
 
 NEAR = 16
 """The longest wavelength, in tokens, of the band ``near``."""
 PASS = "pass"
 """Name of the band of coordinates that are not rotated."""
+BANDS = ("near", "middle", "far", PASS)
+"""Every plane is in one of these."""
 Band = tuple[float, float]
 """Planes with ``over < wavelength <= up_to`` (tokens). Coordinates that are not rotated are in no
 band of wavelengths."""
@@ -102,9 +105,9 @@ class HeadPlanes(Guarded):
         """The planes of each head that a choice means; planes that a head lacks are never
         chosen."""
         if isinstance(planes, str):
-            bands = default_bands(self.length)
-            name = checks.choice(planes, (*bands, PASS), "planes")
-            return self.theta == 0 if name == PASS else self.chosen(bands[name])
+            if checks.choice(planes, BANDS, "planes") == PASS:
+                return self.theta == 0
+            return self.chosen(default_bands(self.length)[planes])
         if is_band(planes):
             over, up_to = planes
             expected = "0 <= over <= up_to"
@@ -125,10 +128,6 @@ class HeadPlanes(Guarded):
     def coordinates(self, chosen: Bool[Tensor, "head plane"]) -> Bool[Tensor, "head d_head"]:
         """Which coordinates lie in the chosen planes."""
         return chosen.gather(1, self.plane)
-
-    def bands(self) -> dict[str, Bool[Tensor, "head plane"]]:
-        """The planes in each band; every plane is in one."""
-        return {name: self.chosen(name) for name in (*default_bands(self.length), PASS)}
 
     def select(self, heads: Int[Tensor, " head"]) -> HeadPlanes:
         """The same for some heads, in the given order."""
@@ -189,12 +188,11 @@ class PlaneTable(TermResult):
         """Shares of the bands of wavelengths ``near``, ``middle``, ``far`` and ``pass``, all terms
         together, one row for each head; ``dominant`` is the band that is first by covariance and by
         gain, each with a clear lead, else ``"unclear"``."""
-        bands = self.head_planes.bands()
-        member = torch.stack(list(bands.values()), -1).to(self.cs)
+        member = torch.stack([self.head_planes.chosen(band) for band in BANDS], -1).to(self.cs)
         cs, gs = ((x.unsqueeze(-1) * member).sum(1) for x in (self.total_cs, self.total_gs))
-        labels, shares = dominant(cs, gs, tuple(bands)).labels, torch.cat([cs, gs], 1).tolist()
+        labels, shares = dominant(cs, gs, BANDS).labels, torch.cat([cs, gs], 1).tolist()
         each = zip(self.heads, labels, shares, strict=True)
-        columns = [f"{share}_{band}" for share in ("cs", "gs") for band in bands]
+        columns = [f"{share}_{band}" for share in ("cs", "gs") for band in BANDS]
         return Table(
             provenance=self.provenance,
             names=("layer", "head", "dominant", *columns),

@@ -29,13 +29,6 @@ PARTS = (BIAS, "pos", "cvec")
 ALL = slice(None)
 
 
-class ProjectedParts(NamedTuple):
-    """Queries (with the score scale) and keys of some contexts by part."""
-
-    q: Float[Tensor, "part batch query head d_head"]
-    k: Float[Tensor, "part batch key head d_head"]
-
-
 class MappedBasis(NamedTuple):
     """Means, then positional vectors, of each group of contexts (the ``part`` axis) of one layer's
     input, times the group's ``share`` of the contexts, after the maps and without the frozen
@@ -103,7 +96,9 @@ def split_heads(
     heads: list[int] | slice = ALL,
     contexts: slice = ALL,
     start: int = 0,
-) -> ProjectedParts:
+) -> tuple[
+    Float[Tensor, "part batch query head d_head"], Float[Tensor, "part batch key head d_head"]
+]:
     """Queries (with the score scale) and keys of bias, pos and cvec (or the 2 G + 1 parts of
     groups), for some heads and contexts and positions from ``start`` on. cvec is the remainder, so
     these parts always add up; the sweep checks cvec separately. Gradients pass."""
@@ -124,4 +119,5 @@ def split_heads(
         rest = rearrange(total * scale, "b i h e -> b h i e") - parts[..., :-1, :].sum(-2)
         parts[..., -1, :] = rest
         projected.append(rearrange(parts, "b h i part e -> part b i h e"))
-    return ProjectedParts(*projected)
+    q, k = projected
+    return q, k

@@ -15,11 +15,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tl_geometry.base.errors import require
+from tl_geometry.base.guarded import Guarded
 from tl_geometry.base.intervals import paired_interval
 from tl_geometry.base.results import Result
 from tl_geometry.scores.score_split import ScoreSplit
-from tl_geometry.scores.terms import Guarded
 
 TOTAL = "all terms"
 """Name of the sum of all terms in a profile."""
@@ -72,9 +71,7 @@ def offset_profile(
     normalised basis of a rotary model without QK-norm it is the kernel, the same in every prompt,
     so that its interval has no width.
     """
-    start = (split.provenance.window or (0, 0))[0] if drop is None else drop
-    length = vars(split)["k"].shape[2]
-    require(0 <= start < length, "drop", expected=f"0 to {length - 1}", got=start)
+    start = split.first(drop)
     matrix = split.summed() if term is None else split.terms[term]
     term_matrix, allowed = matrix[..., start:, start:].double(), split.allowed[:, start:, start:]
     batch, heads, length, _ = term_matrix.shape

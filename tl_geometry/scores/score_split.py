@@ -13,7 +13,8 @@ from einops import einsum
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tl_geometry.base.errors import fail, require
+from tl_geometry.base import checks
+from tl_geometry.base.errors import fail
 from tl_geometry.models.reconstruction import Check, ReconstructionReport
 from tl_geometry.scores.planes import HeadPlanes, PlanesLike, PlaneTable, describe_planes
 from tl_geometry.scores.share_table import COLUMNS, ShareTable
@@ -28,7 +29,7 @@ class Terms(Mapping[tuple[str, str], Tensor]):
     is asked for: ``terms["pos", "cvec"]`` is ``terms["pos-cvec"]``."""
 
     def __init__(self, split: ScoreSplit) -> None:
-        self._split, alibi = split, split.bias is not None
+        self._split, alibi = split, vars(split)["bias"] is not None
         names = term_names(split.parts, alibi=alibi)
         self._pairs = dict(zip(names, term_pairs(split.parts, alibi=alibi), strict=True))
 
@@ -149,6 +150,13 @@ class ScoreSplit(TermResult):
         """The worst reconstruction error of each kind over the layers, with its bound."""
         return ReconstructionReport.of(self.checks, self.scale)
 
+    def first(self, drop: int | None = None) -> int:
+        """The first position that counts: after ``drop`` others, by default the first of the
+        window of the basis."""
+        if drop is None:
+            return (self.provenance.window or (0, 0))[0]
+        return checks.index(drop, vars(self)["q"].shape[2], "drop")
+
     def shares(self, drop: int | None = None) -> ShareTable:
         """Covariance and gain shares of terms and groups for each head
         (:mod:`tl_geometry.scores.sums`).
@@ -156,9 +164,7 @@ class ScoreSplit(TermResult):
         The first ``drop`` queries and keys are left out (by default those before the window of the
         basis); the attention paid to them stands beside the shares as ``dropped_mass``.
         """
-        start = (self.provenance.window or (0, 0))[0] if drop is None else drop
-        length = vars(self)["q"].shape[2]
-        require(0 <= start < length, "drop", expected=f"0 to {length - 1}", got=start)
+        start, length = self.first(drop), vars(self)["q"].shape[2]
         layers = torch.tensor([layer for layer, _ in self.heads])
         of_layers = [torch.where(layers == layer)[0] for layer in layers.unique()]
         sums = ShareSums.beside([self._sums_of(heads, start) for heads in of_layers])

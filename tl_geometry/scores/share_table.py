@@ -26,12 +26,7 @@ COLUMNS = (
     *("layer", "head", "term", "group", "cs", "gs", "dominant", "margin", "gain_margin", "flag"),
     *("dropped_mass", "total"),
 )
-"""Columns of a share table without intervals."""
-INTERVAL = ("corrected", "low", "high")
-"""Suffixes of the columns of an interval, after the name of the share: ``cs_low``, ``gs_high``."""
-LEVELS = ("term", "group")
-"""A table is about terms, and about groups of terms."""
-
+"""Columns of a share table."""
 LABEL = (
     *("dominant_{}", "{}_by_cs", "{}_share", "{}_margin"),
     *("{}_by_gs", "{}_gain", "{}_gain_margin", "{}_flag"),
@@ -110,9 +105,14 @@ class ShareTable(TermResult):
         """Groups present: none when the parts are the user's own."""
         return GROUPS if all(group_of(t) for t in self.terms) else ()
 
+    @property
+    def levels(self) -> tuple[str, ...]:
+        """The table is about terms, and about groups of terms where there are any."""
+        return ("term", "group") if self.groups else ("term",)
+
     def names(self, by: str) -> tuple[str, ...]:
-        """Names of the terms, or of the groups."""
-        return self.terms if choice(by, LEVELS, "by") == "term" else self.groups
+        """Names of the terms, or of the groups, where there are any."""
+        return self.terms if choice(by, self.levels, "by") == "term" else self.groups
 
     def _summed(self, values: Tensor, by: str) -> Tensor:
         """Values of terms (the last axis) as they are, or summed to groups."""
@@ -124,7 +124,7 @@ class ShareTable(TermResult):
     def share(self, share: str = "cs", by: str = "group") -> Float[Tensor, "head name"]:
         """Covariance (``"cs"``) or gain (``"gs"``) shares of the groups, or with ``"term"`` of the
         terms, in the order of :meth:`names`."""
-        return self._summed(vars(self)[choice(share, SHARES, "share")], by)
+        return self._summed(getattr(self, choice(share, SHARES, "share")), by)
 
     def interval(self, share: str = "cs", by: str = "group") -> Interval | None:
         """Shares ``[head group]`` (or ``[head term]``) corrected for the bias of an estimated
@@ -199,26 +199,20 @@ class ShareTable(TermResult):
         return dataclasses.replace(self, **changed)
 
     def columns(self) -> Sequence[str]:
-        ends = INTERVAL if self.samples else ()
-        intervals = {share: [f"{share}_{end}" for end in ends] for share in SHARES}
-        return [column for name in COLUMNS for column in (name, *intervals.get(name, ()))]
+        return COLUMNS
 
     def rows(self) -> Sequence[Sequence[object]]:
         rows: list[list[Sequence[object]]] = [[] for _ in self.heads]
         ends = torch.stack([self.dropped_mass, self.total], 1).tolist()
-        for by in filter(self.names, LEVELS):
-            best = self.dominant_by(by)
-            numbers: list[Tensor] = []
-            for share in SHARES:
-                numbers += [self.share(share, by)]
-                numbers += (self.interval(share, by) or ())[:3]
+        for by in self.levels:
+            best, shares = self.dominant_by(by), [self.share(share, by) for share in SHARES]
+            margins = torch.stack([best.margin, best.gain_margin], 1).tolist()
             for n, name in enumerate(self.names(by)):
                 # columns "term" and "group": a row has one of them
                 named = (name, None) if by == "term" else (None, name)
                 for h, head in enumerate(self.heads):
-                    values = [float(x[h, n]) for x in numbers]
-                    margins = float(best.margin[h]), float(best.gain_margin[h])
-                    label = (best.labels[h] == name, *margins, best.flags[h])
+                    values = [float(x[h, n]) for x in shares]
+                    label = (best.labels[h] == name, *margins[h], best.flags[h])
                     rows[h].append((*head, *named, *values, *label, *ends[h]))
         return [row for of_head in rows for row in of_head]
 
@@ -280,21 +274,18 @@ class SweepTable(ShareTable):
         cells |= dict(sorted(self.nulls.items()))
         return {k: v.tolist() if isinstance(v, Tensor) else list(v) for k, v in cells.items()}
 
-    def top(self, column: str, n: int | None = 10) -> SweepTable:
+    def top(self, column: str, n: int = 10) -> SweepTable:
         """The ``n`` heads with the largest values of a numeric column (``"induction"``,
-        ``"cs_pos-pos"``, ...), largest first, NaN last; ``None`` for all heads. The name of a group
-        or term alone means its covariance share: ``"position"``. Names are taken as they are shown,
-        too: ``"mean-mean"``."""
+        ``"cs_pos-pos"``, ...), largest first, NaN last. The name of a group or term alone means its
+        covariance share: ``"position"``. Names are taken as they are shown, too: ``"mean-mean"``.
+        """
         cells = self._cells()
         key = key_of(column) if isinstance(column, str) else column
         key = f"cs_{key}" if key in (*self.groups, *self.terms) else key
         numeric = [c for c, values in cells.items() if not isinstance(values[0], str)]
-        if key not in numeric:
-            expected = f"one of {', '.join(numeric[:12])} ..."
-            fail("column", expected=expected, got=repr(column), instead="table.columns() for all")
-        count = len(self.heads) if n is None else checks.whole(n)
-        fits = count is not None and count >= 1
-        require(fits, "n", expected="at least 1, None for all", got=repr(n))
+        choice(key, numeric, "column")
+        count = checks.whole(n) or 0
+        require(count >= 1, "n", expected="a whole number, at least 1", got=repr(n))
         values = torch.tensor(cells[key], dtype=torch.float64).nan_to_num(-torch.inf)
         return self.select(values.argsort(descending=True, stable=True)[:count])
 

@@ -7,14 +7,14 @@
 3. Each part is projected by itself to queries and keys, linearly because the scales are frozen. No
    part is computed as the remainder of the others, so that the sum in step 4 is a real check.
 4. ``X_ab[i, j] = scale q_a[i] . k_b[j]`` are the terms. With ALiBi they sum to the model's scores
-   before any soft cap, which is checked against the model's own: what does not add up is refused.
+   before any soft cap. Two checks prove it: parts sum to the layer's queries and keys, and the
+   scores and patterns of these are the model's own. What does not add up is refused.
 
 This is Song & Zhong 2023, Eq. 7, made exact; ``tl_geometry.papers`` has it as printed.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -34,8 +34,8 @@ from tl_geometry.models.writers import Written
 from tl_geometry.scores.families import Family, UserParts
 from tl_geometry.scores.planes import HeadPlanes
 from tl_geometry.scores.score_split import ScoreSplit
-from tl_geometry.scores.splitter import Asked, compare_scores, is_relative
-from tl_geometry.scores.terms import bias_label, common_label
+from tl_geometry.scores.splitter import Asked, compare_parts, is_relative
+from tl_geometry.scores.terms import bias_label
 
 
 def split_scores(
@@ -111,16 +111,7 @@ def split_scores(
         of=f"{len(asked.heads)} heads",
         instead="heads= to choose some, or sweep_heads for all",
     )
-    splits, fields = asked.each_layer(cache, partial(split_layer, family))
-    of_layers = HeadPlanes.beside([split.head_planes for split in splits])
-    order = [head for split in splits for head in split.heads]
-    return dataclasses.replace(
-        splits[0],
-        **fields,
-        head_planes=of_layers.select(torch.tensor([order.index(head) for head in asked.heads])),
-        scale=max(split.scale for split in splits),
-        bias_label=common_label(split.bias_label for split in splits),
-    )
+    return asked.split(cache, partial(split_layer, family))
 
 
 def split_layer(
@@ -130,12 +121,11 @@ def split_layer(
     scores. Its provenance has flags alone."""
     q, k = (family.project(layer, which, heads, written) for which in "qk")
     q = q * layer.scale
-    compared, scale, flags = compare_scores(layer, q, k, heads)
+    compared, scale, flags = compare_parts(layer, q, k, heads)
     if layer.softcap is not None:
         flags = ("scores before the soft cap", *flags)
     cap = torch.inf if layer.softcap is None else layer.softcap
-    no_sinks = torch.full((len(heads),), -torch.inf)
-    sinks = no_sinks if layer.sinks is None else layer.sinks[heads]
+    sinks = q.new_full((len(heads),), -torch.inf) if layer.sinks is None else layer.sinks[heads]
     rotary = layer.rotary and family.mean_in_bias
     bias = None if layer.bias is None else layer.bias[heads]
     return ScoreSplit(
@@ -144,10 +134,10 @@ def split_layer(
         parts=family.part_names,
         q=q.cpu(),
         k=k.cpu(),
-        bias=None if bias is None else bias.expand(-1, q.shape[2], -1).cpu(),
+        bias=None if bias is None else bias.cpu(),
         key_range=_ranges(layer.allowed).expand(len(heads), -1, -1).cpu(),
         softcap=torch.full((len(heads),), cap, dtype=q.dtype),
-        sinks=sinks.to(q.dtype).cpu(),
+        sinks=sinks.to(q).cpu(),
         head_planes=HeadPlanes.of([layer.planes()] * len(heads), q.shape[2]),
         checks=tuple(compared),
         scale=scale,

@@ -29,31 +29,31 @@ from tl_geometry.models.reconstruction import (
     Check,
     head_spreads,
     judge_rounding,
-    pattern_error,
     reconstruction_bound,
     require_reconstruction,
 )
-from tl_geometry.models.softmax import soft_cap
 from tl_geometry.models.writers import Written, run_written
 from tl_geometry.scores.families import Family, UserParts, family_of
+from tl_geometry.scores.planes import HeadPlanes
+from tl_geometry.scores.terms import common_label
 
 R = TypeVar("R", bound=Result)
 CELLS = 2**22
-"""Cells of scores that are compared at a time, at least one head (16 MiB in float32)."""
+"""Cells of scores that are formed at a time, at least one head (16 MiB in float32)."""
 CACHE_TOLERANCE = 0.02
 """Relative difference of a token's state (in Euclidean norm) beyond which a cache is taken for one
 of other tokens: five times the unit roundoff of bfloat16, 2^-8."""
 
 
-def compare_scores(
+def compare_parts(
     layer: LayerView,
     q: Float[Tensor, "part batch query head d_head"],
     k: Float[Tensor, "part batch key head d_head"],
     heads: list[int],
 ) -> tuple[list[Check], float, tuple[str, ...]]:
-    """The sum of all terms of some heads (``q`` after the scale) beside the model's own queries,
-    keys, scores and pattern: the checks, A of their bounds, and remarks on rounding. What does not
-    add up is refused.
+    """The sums of parts of some heads (``q`` after the scale) beside the queries and keys of a
+    verified layer, whose scores and patterns are the model's: the checks, A of the bound of the
+    scores, and remarks on rounding. What does not add up is refused.
 
     A is the largest ``sum_e (sum_a |q_a,e|) (sum_b |k_b,e|) + |bias|`` over allowed cells. Scores
     are formed a few heads at a time.
@@ -66,35 +66,23 @@ def compare_scores(
         size = max(size, layer.reconstruction.sizes.get(name[0], 0.0))
         error = float((parts.sum(0) - model[:, :, heads]).abs().max())
         compared.append((layer.layer, name, error, reconstruction_bound(layer.roundoff, size)))
-    found: dict[str, list[Tensor]] = {"size": [], "sum pattern": [], "sum scores": [], "spread": []}
+    require_reconstruction(compared, f"split of layer {layer.layer}")
+    sizes, spreads = list[Tensor](), list[Tensor]()
     sums = [(q.sum(0), k.sum(0)), (q.abs().sum(0), k.abs().sum(0))]
     step = max(1, CELLS // (q.shape[1] * layer.allowed.numel()))
-    for at in range(0, q.shape[3], step):
-        some = heads[at : at + step]
+    for at in range(0, len(heads), step):
         of_some = [(a[:, :, at : at + step], b[:, :, at : at + step]) for a, b in sums]
         total, size = (scores_of(a, b, 1.0) for a, b in of_some)
         if layer.bias is not None:
-            total, size = total + layer.bias[some], size + layer.bias[some].abs()
-        allowed, capped = layer.allowed, soft_cap(total, layer.softcap)
-        found["size"].append(torch.where(allowed, size, 0.0).max())
-        found["spread"].append(head_spreads(total, allowed))
-        if layer.scores is not None:
-            error = torch.where(allowed, capped - layer.scores[:, some], 0.0)
-            found["sum scores"].append(error.abs().max())
-        if layer.pattern is not None:
-            error = pattern_error(capped, layer.pattern[:, some], allowed, layer.roundoff)
-            found["sum pattern"].append(error)
-    spreads = torch.cat(found.pop("spread")).cpu()
-    # torch's max, because a NaN stays
-    worst = {name: float(torch.stack(errors).max()) for name, errors in found.items() if errors}
-    scale = worst.pop("size")
-    for name, error in worst.items():
-        # softmax rounds by a few units however small the scores
-        size = max(scale, 1.0) if name == "sum pattern" else scale
-        compared.append((layer.layer, name, error, reconstruction_bound(layer.roundoff, size)))
-    require_reconstruction(compared, f"split of layer {layer.layer}")
-    scales = (layer.reconstruction.scale, scale)
-    return compared, scale, judge_rounding(layer.roundoff, scales, spreads, f"layer {layer.layer}")
+            bias = layer.bias[heads[at : at + step]]
+            total, size = total + bias, size + bias.abs()
+        sizes.append(torch.where(layer.allowed, size, 0.0).max())
+        spreads.append(head_spreads(total, layer.allowed))
+    own, scale = layer.reconstruction.scale, float(torch.stack(sizes).max())
+    flags = judge_rounding(
+        layer.roundoff, (own, scale), torch.cat(spreads).cpu(), f"layer {layer.layer}"
+    )
+    return compared, scale, flags
 
 
 def is_relative(layer: LayerView) -> bool:
@@ -148,16 +136,14 @@ class Asked:
         view = as_view(model)
         prompts = as_tokens(view, tokens, prepend_bos=prepend_bos)
         chosen = checks.heads(heads, view.n_layers, view.n_heads, layers)
-        family = family_of(view, parts, basis, sorted({layer for layer, _ in chosen}))
         check_basis(view, prompts, basis)
+        family = family_of(view, parts, basis, sorted({layer for layer, _ in chosen}))
         return cls(view, prompts, chosen, family, basis)
 
-    def each_layer(
-        self, cache: Any, split: Callable[[LayerView, list[int], Written | None], R]
-    ) -> tuple[list[R], dict[str, Any]]:
-        """The result of ``split`` for the reading of each layer, its heads, and what was written
-        into its input where parts are writers, from one forward pass or from a cache of these
-        tokens; and the fields of the result for all heads, in their order."""
+    def split(self, cache: Any, of_layer: Callable[[LayerView, list[int], Written | None], R]) -> R:
+        """The result for all heads, in their order: of each layer what ``of_layer`` makes of its
+        reading, its heads, and what was written into its input where parts are writers, from one
+        forward pass or from a cache of these tokens."""
         view, tokens = self.view, self.prompts.tokens
         heads: dict[int, list[int]] = {layer: [] for layer in sorted({l for l, _ in self.heads})}
         for layer, head in self.heads:
@@ -165,7 +151,7 @@ class Asked:
         splits: list[R] = []
 
         def on_layer(layer: LayerView, written: Written | None = None) -> None:
-            splits.append(split(self.family.reading(layer), heads[layer.layer], written))
+            splits.append(of_layer(self.family.reading(layer), heads[layer.layer], written))
 
         if cache is not None:
             _check_cache(view, self.prompts, cache)
@@ -177,18 +163,23 @@ class Asked:
             for layer in heads:
                 on_layer(view.layer(layer, cache))
         order = [(layer, head) for layer, some in heads.items() for head in some]
-        return splits, self._joined(splits, torch.tensor([order.index(h) for h in self.heads]))
+        return self._joined(splits, torch.tensor([order.index(head) for head in self.heads]))
 
-    def _joined(self, splits: Sequence[Any], pick: Int[Tensor, " head"]) -> dict[str, Any]:
-        """Fields of splits of several layers as one, tensors with a head axis in the order of
-        ``pick``."""
-        fields: dict[str, Any] = {}
-        for field in dataclasses.fields(splits[0]):
-            values = [getattr(split, field.name) for split in splits]
+    def _joined(self, splits: Sequence[R], pick: Int[Tensor, " head"]) -> R:
+        """Splits of several layers as one: what has a head axis in the order of ``pick``, of a
+        number the largest, of labels of (bias, bias) the one that is right for all."""
+        fields: dict[str, Any] = {"heads": self.heads, "str_tokens": self.prompts.str_tokens}
+        for name in (field.name for field in dataclasses.fields(splits[0])):
+            values = [vars(split)[name] for split in splits]
             if isinstance(values[0], Tensor):
-                dim = axes_of(type(splits[0]))[field.name].index("head")
-                fields[field.name] = torch.cat(values, dim).index_select(dim, pick)
-        fields["checks"] = tuple(check for split in splits for check in split.checks)
+                dim = axes_of(type(splits[0]))[name].index("head")
+                fields[name] = torch.cat(values, dim).index_select(dim, pick)
+            elif isinstance(values[0], HeadPlanes):
+                fields[name] = HeadPlanes.beside(values).select(pick)
+            elif name == "checks":
+                fields[name] = tuple(check for checks in values for check in checks)
+            elif name in ("scale", "bias_label"):
+                fields[name] = max(values) if name == "scale" else common_label(values)
         fields["provenance"] = provenance_of(
             self.view,
             self.prompts,
@@ -197,27 +188,27 @@ class Asked:
             normalized=self.family.normalized,
             after_bos=self.family.grain is not None,
         )
-        return fields | {"heads": self.heads, "str_tokens": self.prompts.str_tokens}
+        return dataclasses.replace(splits[0], **fields)
 
 
 def _check_cache(view: ModelView, prompts: TokenWindows, cache: Any) -> None:
     """Refuse a cache whose first state differs from what the model computes for these tokens, at
     any of them, by more than :data:`CACHE_TOLERANCE`."""
-    shape = tuple(prompts.tokens.shape)
-    mapping = hasattr(cache, "cache_dict") or isinstance(cache, Mapping)
-    expected = "an ActivationCache, or a mapping from hook names"
-    require(mapping, "cache", expected=expected, got=describe(cache), instead="cache=None")
-    name = next((name for name in view.state_hooks if name in cache), None)
+    entries = getattr(cache, "cache_dict", cache)
+    expected, instead = "an ActivationCache, or a mapping from hook names", "cache=None"
+    fits, got = isinstance(entries, Mapping), describe(cache)
+    require(fits, "cache", expected=expected, got=got, instead=instead)
+    name = next((name for name in view.state_hooks if name in entries), None)
     if name is None:
         return  # what makes the layers refuses it, with an error of its own
-    instead = "a cache of these tokens, with a batch dimension (remove_batch_dim=False)"
-    expected, got = f"activations of tokens {shape}", tuple(cache[name].shape[:-1])
-    require(got == shape, "cache", expected=expected, got=got, instead=instead)
     state = view.activations(prompts.tokens, [name])[name].float()
-    error = torch.linalg.vector_norm(state - cache[name].to(state.device).float(), dim=-1)
+    expected, got = f"activations {tuple(state.shape)} of these tokens", tuple(entries[name].shape)
+    fits, whole = got == state.shape, "a cache with a batch dimension (remove_batch_dim=False)"
+    require(fits, "cache", expected=expected, got=got, instead=whole)
+    error = torch.linalg.vector_norm(state - entries[name].to(state), dim=-1)
     far = int((error > CACHE_TOLERANCE * torch.linalg.vector_norm(state, dim=-1)).sum())
-    expected, got = "activations of these tokens", f"others at {far} tokens"
-    require(far == 0, "cache", expected=expected, got=got, instead="cache=None")
+    got = f"others at {far} tokens"
+    require(far == 0, "cache", expected=expected, got=got, instead=instead)
 
 
 def provenance_of(
@@ -236,4 +227,5 @@ def provenance_of(
     start = min(start, rows.tokens.shape[1] - 1)
     window, remarks = (start, rows.tokens.shape[1]), () if basis is None else basis.remarks(view)
     flags = tuple(dict.fromkeys([*flags, *remarks]))
-    return view.provenance(rows, window=window, flags=flags, normalized=normalized)
+    about: dict[str, Any] = {"window": window, "flags": flags, "normalized": normalized}
+    return view.provenance(rows, streamed=False, **about)

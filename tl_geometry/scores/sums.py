@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
@@ -36,8 +36,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tl_geometry.base.checks import describe
-from tl_geometry.base.errors import require
 from tl_geometry.base.linalg import unit_roundoff
 from tl_geometry.base.sums import Sums
 
@@ -113,21 +111,20 @@ class ShareSums(Sums):
 
 def share_sums(
     q: Float[Tensor, "part batch query head d_head"],
-    k: Float[Tensor, "part batch key ... d_head"],
+    k: Float[Tensor, "part batch key head d_head"],
     mask: Bool[Tensor, "query key"],
     *,
-    bias: Float[Tensor, "head row key"] | None = None,
+    bias: Float[Tensor, "head query key"] | None = None,
     softcap: float | None = None,
     plane: Int[Tensor, " d_head"] | None = None,
 ) -> ShareSums:
     """Numerators and gains of all terms, summed over contexts, without a term as a matrix.
 
-    ``q`` and ``k`` are the projected parts after any rotation, ``q`` times the attention scale;
-    heads may share their keys. ``mask`` says which keys each query may attend to; ``bias`` (its
-    ``row`` axis is that of the queries, or one for all) is added to the scores and becomes the last
-    term. ``softcap`` c makes the pattern behind the gains that of ``c tanh(S / c)``. ``plane``
-    numbers the rotary plane of each coordinate, for sums by plane as well. Half precision is
-    computed in float32; sums are float64.
+    ``q`` and ``k`` are the projected parts after any rotation, ``q`` times the attention scale.
+    ``mask`` says which keys each query may attend to; ``bias`` is added to the scores and becomes
+    the last term. ``softcap`` c makes the pattern behind the gains that of ``c tanh(S / c)``.
+    ``plane`` numbers the rotary plane of each coordinate, for sums by plane as well. Sums are
+    float64.
 
     The cost, in products of all queries with all keys of a head: ``2 parts + 1``.
 
@@ -136,15 +133,10 @@ def share_sums(
     >>> sums.cs.shape, bool(torch.allclose(sums.cs.sum(-1), torch.ones(4).double(), atol=1e-4))
     (torch.Size([4, 9]), True)
     """
-    fits = q.dim() == 5 and q.shape[:3] == k.shape[:3] and q.shape[3] % k.shape[3] == 0
-    expected, got = "[part batch position head d_head] of both", f"{describe(q)} and {describe(k)}"
-    require(fits, "q, k", expected=expected, got=got)
-    k = k.repeat_interleave(q.shape[3] // k.shape[3], 3) if q.shape[3] != k.shape[3] else k
-    q, k = (x if x.element_size() > 2 else x.float() for x in (q, k))
-    step = contexts_at_once(q[0], len(q))
+    step, blocks = contexts_at_once(q[0], len(q)), list(blocks_of(mask, q))
     chunks = zip(q.split(step, 1), k.split(step, 1), strict=True)
-    sums = (_sums(*chunk, mask, bias, softcap, plane) for chunk in chunks)
-    return reduce(ShareSums.__add__, sums)
+    options: dict[str, Any] = {"bias": bias, "softcap": softcap, "plane": plane}
+    return reduce(ShareSums.__add__, (sums_of_some(*qk, blocks, **options) for qk in chunks))
 
 
 def contexts_at_once(q: Float[Tensor, "batch query head d_head"], parts: int) -> int:
@@ -156,15 +148,16 @@ def contexts_at_once(q: Float[Tensor, "batch query head d_head"], parts: int) ->
     return max(1, limit // (q.element_size() * numbers))
 
 
-def _sums(
-    q: Tensor,
-    k: Tensor,
-    mask: Tensor,
-    bias: Tensor | None,
+def sums_of_some(
+    q: Float[Tensor, "part batch query head d_head"],
+    k: Float[Tensor, "part batch key head d_head"],
+    blocks: Sequence[Block],
+    *,
+    bias: Float[Tensor, "head query key"] | None,
     softcap: float | None,
-    plane: Tensor | None,
+    plane: Int[Tensor, " d_head"] | None,
 ) -> ShareSums:
-    """Sums of a few contexts.
+    """:func:`share_sums` of as many contexts as the working set holds, with the mask in blocks.
 
     The mean over positions is first subtracted from the keys. That changes each row of a term by a
     constant, which row-centring removes, and leaves smaller numbers to round.
@@ -182,7 +175,7 @@ def _sums(
     pairs, of_bias = zeros, zeros.new_zeros(2, heads, int(bias is not None))
     totals, bias_squares = zeros.new_zeros(2, heads), zeros.new_zeros(heads)
     for block, centred, block_bias, moved in block_scores(
-        query, key, mask, key_shift=shift.sum(3), bias=bias, softcap=softcap
+        query, key, blocks, key_shift=shift.sum(3), bias=bias, softcap=softcap
     ):
         rows = queries[:, :, block.rows]
         for n, weight in enumerate((centred, moved)):
@@ -219,7 +212,7 @@ def _contracted(
     (without ``plane`` all coordinates are one). Rows of W sum to zero. ``tables`` are the keys of
     all parts side by side."""
     weighted = (weight @ tables).unflatten(-1, rows.shape[-2:])
-    if plane is None:
+    if plane is None or planes == 1:
         # one small product [query part, key part] per query, then a float64 sum over queries
         return (rows @ weighted.mT).sum((0, 2), dtype=torch.float64).flatten(1).unsqueeze(1)
     # one key part at a time, so that no product holds all pairs of parts
@@ -265,10 +258,10 @@ def blocks_of(mask: Bool[Tensor, "query key"], like: Tensor) -> Iterator[Block]:
 def block_scores(
     query: Float[Tensor, "batch head query d_head"],
     key: Float[Tensor, "batch head key d_head"],
-    mask: Bool[Tensor, "query key"],
+    blocks: Sequence[Block],
     *,
     key_shift: Float[Tensor, "batch head 1 d_head"],
-    bias: Float[Tensor, "head row key"] | None = None,
+    bias: Float[Tensor, "head query key"] | None = None,
     softcap: float | None = None,
 ) -> Iterator[tuple[Block, Tensor, Tensor | None, Tensor]]:
     """Scores ``query . key + bias``, one block of query rows after another: the block, its scores
@@ -278,16 +271,15 @@ def block_scores(
     ``key_shift`` is what was subtracted from all keys beforehand. Row-centring removes it, but a
     soft cap acts on the scores themselves and needs it back.
     """
-    for block in blocks_of(mask, query):
+    for block in blocks:
         rows = query[:, :, block.rows]
         centred, mean = _centred(rows, key, block)
         # what was taken out of each row and a soft cap needs back, [batch head query 1]
         level = None if softcap is None else mean + (rows * key_shift).sum(-1, keepdim=True)
         block_bias = None
         if bias is not None:
-            allowed = mask[block.rows, : block.end].to(query)
-            every_row = bias[:, block.rows if bias.shape[1] > 1 else slice(None), : block.end]
-            inside = every_row.to(query) * allowed
+            allowed = pad(block.mask, (block.full, 0), value=1.0)
+            inside = bias[:, block.rows, : block.end].to(query) * allowed
             bias_mean = inside.sum(-1, keepdim=True) / block.n_keys
             block_bias = (inside - bias_mean) * allowed
             centred = centred + block_bias

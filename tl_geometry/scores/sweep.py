@@ -29,7 +29,8 @@ from torch import Tensor
 
 from tl_geometry.base import checks
 from tl_geometry.base.checks import Head
-from tl_geometry.base.errors import fail, require
+from tl_geometry.base.errors import check_seed, fail, require
+from tl_geometry.corpus.passes import batches, cuts
 from tl_geometry.corpus.sources import as_tokens
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
 from tl_geometry.decomposition.groups import APART, BLOCK, CUT
@@ -42,15 +43,20 @@ from tl_geometry.models.reader import as_view
 from tl_geometry.models.rotary import RotaryPlanes
 from tl_geometry.models.writers import GRAINS
 from tl_geometry.scores import resampling
-from tl_geometry.scores.corpus_pass import CorpusPass
 from tl_geometry.scores.families import stream_parts
 from tl_geometry.scores.head_types import measure_types
 from tl_geometry.scores.planes import HeadPlanes
 from tl_geometry.scores.projection import PARTS, MappedBasis, project_basis, split_heads
 from tl_geometry.scores.resampling import Noise, without
 from tl_geometry.scores.share_table import SweepTable
-from tl_geometry.scores.splitter import compare_scores, is_relative, require_positions
-from tl_geometry.scores.sums import SHARES, ShareSums, contexts_at_once, share_sums
+from tl_geometry.scores.splitter import check_basis, compare_parts, is_relative
+from tl_geometry.scores.sums import (
+    SHARES,
+    ShareSums,
+    blocks_of,
+    contexts_at_once,
+    sums_of_some,
+)
 from tl_geometry.scores.terms import bias_label
 
 KEPT_BYTES = 2**28
@@ -97,7 +103,7 @@ def sweep_heads(
             interval excludes zero), the share that position has by noise alone, and the p-value of
             the share of position (:mod:`tl_geometry.scores.resampling`). For windows that the basis
             has not seen, at least 32 of them.
-        planes: shares of rotary planes, ``.planes()``, at no further cost.
+        planes: shares of rotary planes too, ``.planes()``.
         batch_size: contexts of one batch.
         prepend_bos: whether strings get the BOS token; with text only.
 
@@ -117,30 +123,34 @@ def sweep_heads(
     view = as_view(model)
     if basis is not None:
         require_basis(basis)
-    options: dict[str, Any] = {"batch_size": batch_size, "seed": seed, "progress": progress}
     if isinstance(parts, str):
         checks.choice(parts, GRAINS, "parts")
         choices = {"heads": heads is not None, "intervals": intervals, "planes": planes}
         asked = ", ".join(name for name, given in choices.items() if given)
         require(not asked, "parts", expected="no other choices with writers", got=asked)
+        options: dict[str, Any] = {"batch_size": batch_size, "seed": seed, "progress": progress}
         options |= {"prepend_bos": prepend_bos, "layers": layers}
-        drop = None if basis is None else basis.window[0]
+        options |= {"drop": None if basis is None else basis.window[0]}
         # by name, an exception: circuits/ comes after scores/ in the order of packages
         writers = importlib.import_module("tl_geometry.circuits.writer_sweep")
-        return writers.sweep_writers(view, windows, grain=parts, drop=drop, **options)
+        return writers.sweep_writers(view, windows, grain=parts, **options)
     if basis is None:
         instead = 'decompose(model, windows), or parts="writers"'
         fail("basis", expected="a PositionContext", got=None, instead=instead)
     fits, expected = parts == PARTS[1:], f'{PARTS[1:]}, "writers" or "blocks"'
     require(fits, "parts", expected=expected, got=parts, instead="split_scores(..., parts=...)")
-    require(seed >= 0, "seed", expected="a whole number, at least 0", got=seed)
+    check_seed(seed, "seed")
     chosen = checks.heads(heads, view.n_layers, view.n_heads, layers)
     source = as_tokens(view, windows, prepend_bos=prepend_bos)
-    _check(basis, source, intervals)
-    layers_of = sorted({layer for layer, _ in chosen})
-    sums = {layer: LayerSums(basis, len(layers_of), intervals, planes) for layer in layers_of}
-    stream = _pass(view, source, basis, sums, **options)
-    table = _table(stream, basis, sums, seed)
+    swept = sorted({layer for layer, _ in chosen})
+    _check(view, basis, source, swept, intervals)
+    cut = cuts(len(source), batch_of(batch_size, source.length, view.device))
+    sums = {layer: LayerSums(basis, len(swept), intervals, planes) for layer in swept}
+    for batch in batches(view, source, cut, progress=progress, seed=seed):
+        sample = batch.sample(lambda layer: sums[layer.layer].verify(layer))
+        add = lambda layer: sums[layer.layer].add(layer)  # noqa: E731
+        view.run_layers(batch.tokens, swept, add, verify=False, **sample)
+    table = _table(view, source, basis, sums, seed)
     table = table.select(torch.tensor([table.heads.index(head) for head in chosen]))
     if not intervals:
         return table
@@ -148,10 +158,18 @@ def sweep_heads(
     return dataclasses.replace(table, nulls={**table.nulls, **corrected})
 
 
-def _check(basis: PositionContext, source: TokenWindows, intervals: bool) -> None:
+def _check(
+    view: ModelView,
+    basis: PositionContext,
+    source: TokenWindows,
+    layers: Sequence[int],
+    intervals: bool,
+) -> None:
     """Raise unless these windows can be swept with this basis."""
+    check_basis(view, source, basis)
     basis.require_identifiable("sweep_heads")
-    require_positions(basis, source.length)
+    for layer in layers:
+        basis.index(layer)
     drop = basis.window[0]
     expected = f"more than {drop + 1} positions (the window starts at {drop})"
     require(source.length > drop + 1, "tokens", expected=expected, got=source.length)
@@ -159,38 +177,13 @@ def _check(basis: PositionContext, source: TokenWindows, intervals: bool) -> Non
         resampling.require_unseen(basis, source.tokens)
 
 
-def _pass(
-    view: ModelView,
-    source: TokenWindows,
-    basis: PositionContext,
-    sums: dict[int, LayerSums],
-    *,
-    batch_size: int | None,
-    progress: bool,
-    seed: int,
-) -> CorpusPass:
-    """Add up the sums of all layers in one pass over the windows."""
-    for layer in sums:
-        basis.index(layer)  # refuse a layer that the basis lacks before the pass begins
-    rows = batch_of(batch_size, source.length, view.device)
-    stream = CorpusPass(view, source, rows, progress=progress, seed=seed)
-    for batch in stream:
-        # one batch without BOS decides; while all have BOS a later one may not, so None for now
-        basis.check_model(view, None if stream.begins_with_bos else False)
-        options = stream.sample(lambda layer: sums[layer.layer].verify(layer))
-        view.run_layers(
-            batch, list(sums), lambda layer: sums[layer.layer].add(layer), verify=False, **options
-        )
-    basis.check_model(view, stream.begins_with_bos)
-    return stream
-
-
 @dataclass(eq=False)
 class LayerSums:
     """Sums in progress of one layer, on its device: those of the parts of its :class:`MappedBasis`
     over all windows, for intervals those of bias, pos and cvec in each block of 8 windows
     (``of_blocks``), and the attention paid to dropped keys. ``layers`` is the number of layers that
-    are swept at once."""
+    are swept at once, ``share`` the share of the contexts in each group that the basis is taken
+    apart into."""
 
     basis: PositionContext
     layers: int
@@ -202,35 +195,28 @@ class LayerSums:
     noise: Noise | None = None
     mass: Float[Tensor, " head"] = field(default_factory=lambda: torch.zeros(1).double())
     mapped: MappedBasis | None = None
+    share: Float[Tensor, " group"] = field(default_factory=lambda: torch.ones(1).double())
     planes: RotaryPlanes | None = None
     rotary: bool = False
     relative: bool = True
     flags: dict[str, None] = field(default_factory=dict)
 
-    @property
-    def share(self) -> Float[Tensor, " group"]:
-        """The share of the contexts in each group that the basis is taken apart into."""
-        counts = self.basis.group_counts[self.basis.group_counts > 0].double()
-        return counts / counts.sum() if self.intervals else torch.ones(1).double()
-
     def verify(self, layer: LayerView) -> None:
-        """Check that the parts of the sampled context sum to the model's queries and keys, with
-        cvec projected from the stream in the first batch."""
+        """Check in the first batch that the parts of the sampled context sum to the model's queries
+        and keys, with cvec projected from the stream."""
+        if self.windows:
+            return  # bias and pos are the same in every batch, and cvec is a remainder
         layer = layer.normalized() if self.basis.provenance.normalized else layer
-        self.relative &= is_relative(layer)
+        self.relative = is_relative(layer)
         groups = split_heads(layer, self._projection(layer))
         # bias and pos of all groups together, and cvec
         known = [x[:-1].unflatten(0, (2, -1)).sum(1) for x in groups]
-        cvec = [x[-1:] for x in groups]
-        if not self.windows:
-            stream = stream_parts(self.basis, PARTS[1:], layer)["cvec"].unsqueeze(0)
-            cvec = [layer.project(stream, "q") * layer.scale, layer.project(stream, "k")]
-            if layer.softcap is not None:
-                self.flags["scores before the soft cap"] = None
+        stream = stream_parts(self.basis, PARTS[1:], layer)["cvec"].unsqueeze(0)
+        cvec = [layer.project(stream, "q") * layer.scale, layer.project(stream, "k")]
+        if layer.softcap is not None:
+            self.flags["scores before the soft cap"] = None
         q, k = (torch.cat(pair) for pair in zip(known, cvec, strict=True))
-        # the pass has compared scores and pattern
-        layer, heads = dataclasses.replace(layer, scores=None, pattern=None), range(q.shape[3])
-        self.flags |= dict.fromkeys(compare_scores(layer, q, k, list(heads))[2])
+        self.flags |= dict.fromkeys(compare_parts(layer, q, k, list(range(q.shape[3])))[2])
 
     def add(self, layer: LayerView) -> None:
         """Take in one layer of one batch, a few contexts at a time."""
@@ -238,8 +224,8 @@ class LayerSums:
         mapped = self._projection(layer)
         if self.by_plane and self.planes is None:
             self.planes = layer.planes()
+        blocks = list(blocks_of(layer.allowed[start:, start:], layer.q))
         options: dict[str, Any] = {
-            "mask": layer.allowed[start:, start:],
             "bias": None if layer.bias is None else layer.bias[:, start:, start:],
             "softcap": layer.softcap,
             "plane": None if self.planes is None else self.planes.plane,
@@ -253,7 +239,7 @@ class LayerSums:
             room = BLOCK - self.windows % BLOCK if self.intervals else contexts
             some = slice(at, min(at + step, at + room, contexts))
             parts = split_heads(layer, mapped, contexts=some, start=start)
-            self._take(share_sums(*parts, **options), some.stop - at)
+            self._take(sums_of_some(*parts, blocks, **options), some.stop - at)
             at = some.stop
         if start and layer.pattern is not None:
             paid = layer.pattern[:, :, start:, :start].sum((0, 2, 3), dtype=torch.float64)
@@ -273,6 +259,7 @@ class LayerSums:
         """Projected mean and pos, kept between batches while they are small."""
         length = layer.h.shape[1]
         mapped = self.mapped or project_basis(layer, self.basis, length, by_group=self.intervals)
+        self.share = mapped.share
         if mapped.q.numel() * mapped.q.element_size() * 2 * self.layers <= KEPT_BYTES:
             self.mapped = mapped
         return mapped
@@ -298,11 +285,14 @@ class LayerSums:
 
 
 def _table(
-    stream: CorpusPass, basis: PositionContext, sums: dict[int, LayerSums], seed: int
+    view: ModelView,
+    source: TokenWindows,
+    basis: PositionContext,
+    sums: dict[int, LayerSums],
+    seed: int,
 ) -> SweepTable:
     """The finished table of all heads of the layers."""
-    view, source, of_layers = stream.view, stream.source, list(sums.values())
-    has_bos, drop = basis.provenance.has_bos, basis.window[0]
+    of_layers, has_bos, drop = list(sums.values()), basis.provenance.has_bos, basis.window[0]
     types = measure_types(view, list(sums), bos=bool(has_bos), seed=1234 + seed)
     intervals = of_layers[0].intervals
     more: dict[str, Any] = {}
@@ -315,10 +305,12 @@ def _table(
     if planes:
         more["head_planes"] = HeadPlanes.of(planes, source.length)
     flags = [f"queries and keys before position {drop} left out"] if drop else []
-    flags += [*(flag for of in of_layers for flag in of.flags), *basis.remarks(view), *source.flags]
+    flags += [*(flag for of in of_layers for flag in of.flags), *basis.remarks(view)]
     flags += [flag for flag in (CUT, APART) if intervals and flag in basis.provenance.flags]
-    provenance = stream.provenance(
-        drop,
+    provenance = view.provenance(
+        source,
+        window=(drop, source.length),
+        seed=seed,
         has_bos=has_bos,
         normalized=basis.provenance.normalized,
         flags=tuple(dict.fromkeys(flags)),
@@ -331,7 +323,7 @@ def _table(
         heads=tuple((layer, head) for layer in sums for head in range(view.n_heads)),
         parts=PARTS,
         bias_label=bias_label(rotary=rotary, relative=relative),
-        dropped_mass=mass / stream.contexts,
+        dropped_mass=mass / len(source),
         types=types.scores,
         type_errors=types.errors,
         baselines=types.baselines,

@@ -12,13 +12,11 @@ A term is a pair (query part, key part). With *constant* parts (``bias``, ``mean
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
+from tl_geometry.base.guarded import Guarded
 from tl_geometry.base.results import Result
 
 ALIBI = "alibi"
@@ -117,23 +115,6 @@ def key_of(shown: str) -> str:
     """
     names = {f"{p}{name}": f"{p}{BIAS_BIAS}" for p in SHARE_PREFIXES for name in BIAS_LABELS}
     return names.get(shown, shown)
-
-
-class Guarded:
-    """Hands out copies of the tensors that it has as fields, alone or in mappings: nothing that is
-    written to an answer changes it. Inner loops read ``vars(self)``, which copies nothing."""
-
-    if not TYPE_CHECKING:  # or every name would be an attribute of it
-
-        def __getattribute__(self, name: str) -> Any:
-            value = super().__getattribute__(name)
-            return value if name.startswith("_") or name not in vars(self) else _copied(value)
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _copied(item) for key, item in value.items()}
-    return value.clone() if isinstance(value, Tensor) else value
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

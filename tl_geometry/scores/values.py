@@ -14,7 +14,6 @@ and no norm scale is frozen, ``v = sum_a (p_a gain) W_V + constants``.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +27,7 @@ from torch import Tensor
 from tl_geometry.base import checks
 from tl_geometry.base.checks import Head
 from tl_geometry.base.errors import UnsupportedModelError, fail
+from tl_geometry.base.guarded import Guarded
 from tl_geometry.base.results import Provenance, Result
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.decomposition.position_context import PositionContext
@@ -44,7 +44,6 @@ from tl_geometry.models.reconstruction import (
 from tl_geometry.models.writers import Written
 from tl_geometry.scores.families import Family, UserParts
 from tl_geometry.scores.splitter import Asked
-from tl_geometry.scores.terms import Guarded
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -68,11 +67,9 @@ class ValueSplit(Guarded, Result):
         """What each head writes into the stream from one source part (``None``: from all of them,
         the head's whole output)."""
         z, W_O = (vars(self)[name] for name in ("z", "W_O"))
-        z = z.sum(0) if part is None else z[self._row(part)]
+        at = None if part is None else self.parts.index(checks.choice(part, self.parts, "part"))
+        z = z.sum(0) if at is None else z[at]
         return einsum(z, W_O, "batch position head e, head e d -> batch position head d")
-
-    def _row(self, part: str) -> int:
-        return self.parts.index(checks.choice(part, self.parts, "part"))
 
     @property
     def reconstruction(self) -> ReconstructionReport:
@@ -118,8 +115,7 @@ def split_values(
     True
     """
     asked = Asked.of(model, tokens, basis, parts, layers, heads, prepend_bos)
-    splits, fields = asked.each_layer(cache, partial(_of_layer, asked.view, asked.family))
-    return dataclasses.replace(splits[0], **fields)
+    return asked.split(cache, partial(_of_layer, asked.view, asked.family))
 
 
 def _of_layer(

@@ -63,13 +63,14 @@ def shares(table: Any) -> Answers:
     found |= {"terms": [f"{a}, {b}" for a, b in table.pairs]}
     found |= {"cs by term": table.cs, "gs by term": table.gs}
     found["attention to positions left out"] = table.dropped_mass
-    found |= {"first term by cs": list(table.by_term.by_cs)}
-    found |= {"first term by gs": list(table.by_term.by_gs), "lead": table.by_term.margin}
-    for name, values in (("cs", table.group_cs), ("gs", table.group_gs)):
-        for group in table.groups:
-            found[f"{name} of {group}"] = values[:, table.groups.index(group)]
+    first = table.dominant_by("term")
+    found |= {"first term by cs": list(first.by_cs), "first term by gs": list(first.by_gs)}
+    found["lead"] = first.margin
     if table.groups:
-        found["label of each head"] = list(table.by_group.labels)
+        for name in ("cs", "gs"):
+            for group, values in zip(table.groups, table.share(name).mT):
+                found[f"{name} of {group}"] = values
+        found["label of each head"] = list(table.dominant_by("group").labels)
     return found
 
 

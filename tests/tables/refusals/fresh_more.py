@@ -274,7 +274,7 @@ ROWS: tuple[Row, ...] = (
     Row(
         name="25 a target that the vocabulary lacks",
         call=lambda s: traced(with_text(), "w5 w6 w7", "zzz", prepend_bos=True),
-        what="answer",
+        what="answers",
     ),
     Row(
         name="25 a column after a filter",
