@@ -35,6 +35,8 @@ SOURCES = {
     "mueller2025": "Mueller et al. 2025, MIB, arXiv:2504.13151",
 }
 """The works that results cite, by key."""
+MOST_COLUMNS = 16
+"""Columns of a table that are printed: a terminal of 200 characters holds them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,10 +232,10 @@ class Result:
         return decode(header["result"], tensors, cls)
 
     def text(self, limit: int | None = None) -> str:
-        """The table as aligned plain text, at most ``limit`` rows."""
-        table = self.rows()
+        """The table as aligned plain text; of ``limit`` rows the first :data:`MOST_COLUMNS`."""
+        table, most = self.rows(), None if limit is None else MOST_COLUMNS
         shown = [
-            [html.plain(html.number(self.readable(v))) for v in row]
+            [html.plain(html.number(self.readable(v))) for v in row[:most]]
             for row in (self.columns(), *table[:limit])
         ]
         widths = [max(len(row[i]) for row in shown) for i in range(len(shown[0]))]
@@ -241,6 +243,8 @@ class Result:
         lines = ["  " + "  ".join(row).rstrip() for row in cells]
         if hidden := len(table) + 1 - len(shown):
             lines.append(f"  ... {hidden} more row{'s' * (hidden > 1)}")
+        if hidden := len(self.columns()) - len(shown[0]):
+            lines.append(f"  ... {hidden} more column{'s' * (hidden > 1)} (all: .to_dataframe())")
         return "\n".join([html.plain(self._caption(table)), *lines])
 
     def _caption(self, table: Sequence[Sequence[object]]) -> str:
@@ -251,7 +255,7 @@ class Result:
         return f"{type(self).__name__}({self.provenance.line()})" + (f"; NaN: {nans}" * bool(nans))
 
     def __repr__(self) -> str:
-        return self.text(limit=12)
+        return self.text(limit=13)  # a split of one head has as many
 
     def _repr_html_(self) -> str:
         table = self.rows()

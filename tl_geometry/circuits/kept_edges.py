@@ -152,7 +152,8 @@ def faithfulness(
     prepend_bos: bool | None = None,
     seed: int = 0,
 ) -> Faithfulness:
-    """How much of a behaviour is left when only a circuit runs, beside random circuits.
+    """Faithfulness of a circuit, by ablation of all else: how much of a behaviour is left when only
+    a circuit runs, beside random circuits.
 
     ``f(C) = (m(C) - m(nothing)) / (m(all) - m(nothing))``, m the mean of the metric over prompts;
     what is not kept has its value in the counterfactual.

@@ -40,8 +40,8 @@ NOWHERE = -1
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LogitGraph(Guarded, Result):
-    """A logit, or a difference of two, T, as a graph from the tokens; with a counterfactual the
-    difference of T between both prompts.
+    """An attribution graph: a logit, or a difference of two, T, as a graph from the tokens; with a
+    counterfactual the difference of T between both prompts.
 
     ``value`` is T before a soft cap of the output, ``capped`` behind it (``None`` without one):
     what is behind it is no sum. ``answer`` and ``other`` the texts of its tokens,

@@ -123,8 +123,9 @@ def edge_scores(
     batch_size: int | None = None,
     prepend_bos: bool | None = None,
 ) -> EdgeScores:
-    """How much each edge contributes to a behaviour. An edge leads from a writer (embedding, head,
-    MLP) to a reader (query of a head, key and value of a group, MLP, output).
+    """Attribution patching of edges, as an exact sum or by gradients (EAP, EAP-IG): how much each
+    edge contributes to a behaviour. An edge leads from a writer (embedding, head, MLP) to a reader
+    (query of a head, key and value of a group, MLP, output).
 
     ``sum_positions (u_clean - u_counterfactual) . d metric / d x``, the mean over pairs.
 

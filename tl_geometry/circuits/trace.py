@@ -51,8 +51,9 @@ def trace_logit(
     keep: float = 0.8,
     prepend_bos: bool | None = None,
 ) -> LogitGraph:
-    """One logit of one prompt as a graph back to the tokens, and why heads attended as they did; or
-    the difference of the logit between a prompt and a counterfactual as an exact sum.
+    """Direct logit attribution, continued through every block: one logit of one prompt as a graph
+    back to the tokens, and why heads attended as they did; or the difference of the logit between a
+    prompt and a counterfactual as an exact sum.
 
     T is the logit of ``answer`` at ``position``, less that of ``other``, before a soft cap of the
     output. In the frozen linear model of the pass (norm scales, patterns and MLP slopes fixed) T is

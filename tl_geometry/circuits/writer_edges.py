@@ -122,8 +122,9 @@ def composition(
     progress: bool = True,
     seed: int = 0,
 ) -> Composition:
-    """Which writers each of ``heads`` reads on its query, key and value side, with exact shares on
-    data, the weight-only composition score (Elhage et al. 2021), and two nulls.
+    """Q-, K- and V-composition on data: which writers each of ``heads`` reads on its query, key and
+    value side, with exact shares, the composition score of the weights alone (Elhage et al. 2021),
+    and two nulls.
 
     Shares have no unit; formulas in :mod:`tl_geometry.circuits.head_readers`.
 

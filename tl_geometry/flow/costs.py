@@ -65,8 +65,8 @@ def truncation_kl(
     prepend_bos: bool | None = None,
     progress: bool = True,
 ) -> Table:
-    """Replace the state x by its projection ``U_K U_K^T x`` on K directions after every block and
-    compare the next-token outputs.
+    """Ablation of all but K directions: replace the state x by its projection ``U_K U_K^T x`` after
+    every block and compare the next-token outputs.
 
     Sarfati et al. 2025, section 3.2. The directions are those of ``ensemble``, trajectories of the
     last token before the final norm. For a held-out curve give the ensemble of other chunks than
@@ -187,8 +187,8 @@ def skip_costs(
     prepend_bos: bool | None = None,
     progress: bool = True,
 ) -> Table:
-    """Skip blocks: for pairs of states a < b, replace state b by a map of state a and finish the
-    forward pass.
+    """Ablation of blocks: for pairs of states a < b, replace state b by a map of state a and finish
+    the forward pass.
 
     The maps are fitted on ``ensemble`` and measured on other chunks (in-sample the best linear map
     would win by construction). ``"flow"`` is rotation and stretch (Sarfati et al. 2025, Eq. 1);

@@ -163,7 +163,8 @@ def effects(
     prepend_bos: bool | None = None,
     progress: bool = True,
 ) -> Effects:
-    """Ablation and patching, measured: what each edit does to a metric, beside controls.
+    """Ablation, activation patching and path patching, measured: what each edit does to a
+    metric, beside controls.
 
     Args:
         prompts: of one length. One works; intervals and p need 10.

@@ -114,7 +114,7 @@ def heads(
     seed: int = 0,
     prepend_bos: bool | None = None,
 ) -> Edit:
-    """Knock out (ablate) heads, or patch heads, MLPs and states from other prompts.
+    """Ablation (knockout) or activation patching of heads, MLPs and states.
 
     Args:
         names: ``(layer, head)`` or ``"L5H1"``, ``"attn5"`` (all heads of a block), ``"mlp5"``,
@@ -169,7 +169,8 @@ def each(
     prepend_bos: bool | None = None,
     **options: Any,
 ) -> dict[str, Edit]:
-    """One edit of :func:`heads` for each name (all heads by default), by name.
+    """Ablation or activation patching of one head after the other: an edit of :func:`heads` for
+    each name (all heads by default), by name.
 
     >>> import tl_geometry as tlg
     >>> list(tlg.interventions.each(tlg.zoo.embedded(), by="zero"))[:2]

@@ -62,7 +62,8 @@ def surrogate(
     random: bool = False,
     seed: int = 0,
 ) -> Edit:
-    """Run a live model with W_QK of ``heads`` (all for ``None``) replaced by a part of it.
+    """Ablation within the QK circuit: a live model in which W_QK of ``heads`` (all for ``None``) is
+    replaced by a part of it.
 
     Args:
         part: ``"structured"``, ``"low_rank"``, ``"diagonal"`` or ``"none"`` (see the module).

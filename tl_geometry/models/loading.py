@@ -41,13 +41,16 @@ def load(
     class cannot hold the model. A file is opened as a result that the library saved.
     """
     require(dtype in DTYPES, "dtype", expected=", ".join(map(str, DTYPES)), got=repr(dtype))
-    with _refusing("device", "a device of this machine"):
+    try:
         device = torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError):  # no such device in torch, or on this machine
+        fail("device", expected="cpu, or cuda, cuda:1, mps of this machine", got=repr(device))
     if isinstance(model, torch.nn.Module):
         return from_hf(model.to(device=device, dtype=dtype), processed=processed)
     path = Path(model).expanduser()
     if path.is_file():
         return results.load(path)
+    require(path.suffix != ".safetensors", "path", expected="a file that is there", got=str(path))
     expected = f"a model with safetensors in {path.name}, or a name that TransformerLens knows"
     with _refusing("model", expected), torch.random.fork_rng(devices=[]):
         if path.is_dir() or str(model).startswith(("/", ".", "~")):

@@ -29,8 +29,8 @@ def published_split(
     *,
     form: str = "paper",
 ) -> dict[tuple[str, str], Float[Tensor, "batch head query key"]]:
-    """Attention scores of a layer by pairs of parts, as Song & Zhong 2023 split them (Eq. 7 and
-    Fig. 4), before the mask.
+    """Attention scores of a layer (the QK circuit) by pairs of parts, as Song & Zhong 2023 split
+    them (Eq. 7 and Fig. 4), before the mask.
 
     ``"paper"``, the equation as printed: terms ``p_a W_Q W_K^T p_b / sqrt(d_head)`` of the parts
     mean, pos and cvec of the stream, without LayerNorm, biases and rotation.

@@ -29,7 +29,7 @@ BETWEEN = "Value, query and key edges add up to the difference exactly: they hav
 
 
 def graph_page(graph: LogitGraph) -> Page:
-    """The graph of a logit as an interactive page: tokens along x, blocks upwards, marks for what
+    """The attribution graph of a logit as a page: tokens along x, blocks upwards, marks for what
     writes at each position (circles are heads, squares MLPs, diamonds tokens), lines for value
     edges, red for the logit and blue against it.
 

@@ -88,8 +88,8 @@ def head_type_scores(
     *,
     allowed: Bool[Tensor, "query key"] | None = None,
 ) -> HeadTypes:
-    """Head-type scores of attention patterns (formulas at the top of the module); ``allowed``
-    (causal for ``None``) gives the baselines.
+    """Induction, previous-token and duplicate-token scores of attention patterns (formulas at the
+    top of the module); ``allowed`` (causal for ``None``) gives the baselines.
 
     >>> tokens = repeated_random_tokens(4, 2)
     >>> uniform = torch.ones(8, 8).tril() / torch.arange(1, 9).unsqueeze(1)

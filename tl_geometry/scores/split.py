@@ -50,8 +50,8 @@ def split_scores(
     prepend_bos: bool | None = None,
     cache: Any = None,
 ) -> ScoreSplit:
-    """Split attention scores exactly into terms of position and context, or of any additive parts
-    of the stream.
+    """Split attention scores (the QK circuit on these tokens) exactly into terms of position and
+    context, or of any additive parts of the stream.
 
     ``q_a = ((p_a A / s) gain) W_Q`` for each part ``p_a`` of a layer's input, then rotated. A is
     the centring of LayerNorm (the identity for RMSNorm); the norm's scale s (and QK-norm's) is

@@ -78,8 +78,8 @@ def sweep_heads(
     progress: bool = True,
     seed: int = 0,
 ) -> SweepTable | Any:  # with ``parts="writers"`` or ``"blocks"`` a WriterSweep
-    """Shares, dominant terms and head types of every attention head, in one pass over ``windows``
-    that forms no term as a matrix.
+    """Shares, dominant terms and type (induction, previous-token, duplicate-token) of every
+    attention head, in one pass over ``windows`` that forms no term as a matrix.
 
     For each head, over all windows and rows: covariance share ``cs_X = sum X~ . S~ / sum S~^2``,
     and gain share ``gs_X`` (the part in where attention goes) of the terms X over {bias, pos, cvec}

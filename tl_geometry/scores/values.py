@@ -102,8 +102,8 @@ def split_values(
     prepend_bos: bool | None = None,
     cache: Any = None,
 ) -> ValueSplit:
-    """Split the outputs of heads exactly by source part, with the pattern and the norm scale
-    frozen; arguments as :func:`split_scores`.
+    """Split the outputs of heads (the OV circuit on these tokens) exactly by source part, with the
+    pattern and the norm scale frozen; arguments as :func:`split_scores`.
 
     Raises ``ReconstructionError`` where the parts do not sum to the model's ``hook_z``.
 

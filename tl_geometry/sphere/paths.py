@@ -262,7 +262,7 @@ def token_paths(
     batch_size: int | None = None,
 ) -> TokenPaths:
     """Where each token travels on the sphere of the norm, layer by layer, and how near it comes to
-    the token that follows it.
+    the token that follows it (its rank at every state is the logit lens).
 
     States are compared by their angles, after centring where the model's norm centres, so that the
     norm's scale drops out. The next token's direction is its unembedding row (final gain folded

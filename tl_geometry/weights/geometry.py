@@ -109,8 +109,8 @@ def weight_geometry(
     draws: int = DRAWS,
     seed: int = 0,
 ) -> WeightGeometry:
-    """How much of every head's W_QK (or W_OV) is a diagonal plus a small block in the positional
-    subspace.
+    """How much of every head's QK circuit W_QK (or OV circuit W_OV) is a diagonal plus a small
+    block in the positional subspace.
 
     ``W = V L V^T + D + noise`` (Song & Zhong 2023, Eq. 8 and Fig. 5) with V the top singular
     directions of the positional vectors at the block's input; for W_OV the left basis is that of

@@ -43,7 +43,7 @@ def noun_probe(
     k: int = 3,
     biases: bool = True,
 ) -> Table:
-    """What each head does with single nouns (Molina 2023, section 4.3), from the weights alone.
+    """QK and OV circuits on single nouns, from the weights alone (Molina 2023, section 4.3).
 
     With ``x = norm(E[noun])``, ``keys`` are the k tokens t with the largest
     ``(x W_Q + b_Q) . (norm(E[t]) W_K)``, ``values`` the largest logits of
@@ -157,7 +157,7 @@ def bias_readout(
     heads: Iterable[checks.Head] | checks.Head | None = None,
     k: int = 5,
 ) -> Table:
-    """What the biases of each head prefer, in tokens (Molina 2023, section 4.2).
+    """Logit lens of biases: what those of each head prefer, in tokens (Molina 2023, section 4.2).
 
     A head's score is ``x W_QK y + x . (W_Q b_K) + y . (W_K b_Q) + b_Q . b_K`` (divided by the
     attention scale), for a query x and a key y. ``key`` reads ``W_K b_Q``: tokens attended to

@@ -137,8 +137,8 @@ def token_readout(
     features: int = 5,
     k: int = 5,
 ) -> TokenReadout:
-    """What heads read and write, in tokens: singular directions of W_QK or W_OV against the
-    vocabulary (Molina 2023, section 4).
+    """Logit lens of QK and OV circuits: what heads read and write, in tokens, by the singular
+    directions of W_QK or W_OV (Molina 2023, section 4).
 
     Both sides of W_QK and the left side of W_OV are scored against the token embeddings after the
     block's norm, the right side of W_OV against the unembedding. Weights and rows are canonical

@@ -1,10 +1,10 @@
 """Who wrote what a head reads
 ===========================
 
-Each bar is an edge from the embedding, a head or an MLP of SmolLM2 to the induction head L18H6,
-which reads what they wrote in its queries, keys or values: its share of the covariance of the
-head's scores, with the interval over prompts. A tick shows what the same writer gives when it is
-turned at random.
+Each bar is an edge from the embedding, a head or an MLP of SmolLM2-135M-Instruct to the induction
+head L18H6, which reads what they wrote in its queries, keys or values: its share of the covariance
+of the head's scores, with the interval over prompts. A tick shows what the same writer gives when
+it is turned at random.
 """
 
 import tl_geometry as tlg

@@ -1,9 +1,9 @@
 """Which tokens of a prompt make a logit
 =====================================
 
-SmolLM2 prefers " Mary" to " John", and each token has the colour of what its embedding
-contributes to that difference along value paths: red for " Mary", blue for " John". With the
-constants, the numbers add up to the difference of the two logits.
+SmolLM2-135M-Instruct prefers " Mary" to " John", and each token has the colour of what its
+embedding contributes to that difference along value paths: red for " Mary", blue for " John". With
+the constants, the numbers add up to the difference of the two logits.
 """
 
 import tl_geometry as tlg
