@@ -1,5 +1,5 @@
 """Laws of features of a dictionary (SPEC M): they add up with their error to what a head reads,
-pairs are those of the dense split, and autoencoders are read as they are or refused."""
+and autoencoders are read as they are or refused."""
 
 from __future__ import annotations
 
@@ -63,28 +63,6 @@ def test_an_orthonormal_dictionary_leaves_no_error(architecture: str) -> None:
     assert far(fewer.cs[..., 1] - found.cs[..., 1], found.cs[..., 23:].sum(-1)) < 1e-5
     assert far(fewer.cs[..., 3:], found.cs[..., 3:23]) < 1e-5
     assert fewer.unexplained > 0.01
-
-
-@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
-def test_pairs_are_those_of_the_dense_split(architecture: str) -> None:
-    """With every pair of each cell kept, the sums are the shares of the terms."""
-    model = tiny("bridge", architecture, dtype=torch.float64)
-    found = shares(model, orthonormal(model, 4), per_cell=16, pairs=16, heads=["L1H2", "L1H0"])
-    h = states(model)
-    parts = {f"f{i}": ((h - OFFSET) @ Q[i]).unsqueeze(-1) * Q[i] for i in range(4)}
-    parts["rest"] = h - torch.stack(list(parts.values())).sum(0)
-    table = tlg.split_scores(model, SHORT, heads=found.heads, parts=parts).shares()
-    assert found.pairs.shape == (2, 16, 2)
-    for head in range(2):
-        for n, (a, b) in enumerate(found.pairs[head].tolist()):
-            term = table.terms.index(f"f{a}-f{b}")
-            assert far(found.pair_cs[head, n], table.cs[head, term]) < 1e-5
-            assert far(found.pair_gs[head, n], table.gs[head, term]) < 1e-5
-        sizes = found.pair_gs[head].abs()
-        assert bool((sizes[:-1] >= sizes[1:] - 1e-12).all())
-    missing = shares(model, orthonormal(model, 4), per_cell=1, pairs=16, heads=None).pairs < 0
-    assert torch.equal(missing[..., 0], missing[..., 1])
-    assert bool(missing.any())
 
 
 class Rescaled:

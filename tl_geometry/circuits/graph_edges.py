@@ -20,6 +20,7 @@ What the others carry is one number, the node's rest of that type.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from einops import einsum
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from tl_geometry.circuits.arithmetic import NormMap
 from tl_geometry.circuits.runner import Apart, Attended, Block
 from tl_geometry.circuits.walk import Layer, Walk, fewest_carrying
 
@@ -34,6 +36,8 @@ VALUE, QUERY, KEY = range(3)
 """Places in :data:`~tl_geometry.circuits.logit_graph.EDGE_TYPES`."""
 TARGET_NODE, CONSTANTS_NODE = 0, 1
 """Rows of the two nodes that every graph has."""
+TARGETS = 256
+"""Targets whose sources are gathered at a time: of 100 sources each 100 MB for d_model 1,024."""
 
 
 class EdgeFinder:
@@ -71,7 +75,8 @@ class EdgeFinder:
             self.constant = self.constant + layer.mlp_constant
         target = torch.tensor([TARGET_NODE], device=device)
         total = torch.tensor([walk.value], dtype=torch.float64)
-        self._from_stream(target, walk.direction.unsqueeze(0), total, walk.readout_constant)
+        direction, constant = walk.direction.unsqueeze(0), walk.readout_constant
+        self._from_stream(VALUE, target, direction, total, constant)
         names = ("sources", "targets", "edge_types", "weights")
         edges = dict(zip(names, map(torch.cat, zip(*self.edges, strict=True)), strict=True))
         tables = ("totals", "rest", "attention", "response")
@@ -117,92 +122,105 @@ class EdgeFinder:
 
     def _from_stream(
         self,
+        edge_type: int,
         targets: Int[Tensor, " row"],
         vectors: Float[Tensor, "row d_model"],
         total: Float[Tensor, " row"],
-        constant: float = 0.0,
+        constant: float | Float[Tensor, " row"] = 0.0,
     ) -> None:
-        """Value edges ``vector . write`` from what was written at the target's own position."""
+        """Edges ``vector . write`` from what was written at the target's own position."""
         at = self.positions[targets]
         columns, there = self._same_place(at)
-        weights = einsum(vectors, self.writes[columns], "r d, r c d -> r c") * there
+        steps = zip(vectors.split(TARGETS), columns.split(TARGETS), strict=True)
+        each = [einsum(v, self.writes[c], "r d, r c d -> r c") for v, c in steps]
+        weights = torch.cat(each) * there
         constants = (vectors * self.constant[at]).sum(-1) + constant
-        self._add(VALUE, targets, weights, constants, total, columns)
+        self._add(edge_type, targets, weights, constants, total, columns)
 
     def _into_mlp(self, rows: Int[Tensor, " row"], layer: Layer) -> None:
         """Value edges into the MLP of a block; one that is a leaf reads nothing."""
         if len(rows) and not self.walk.leaf:
             at = self.positions[rows]
-            self._from_stream(rows, layer.mlp_read[at], layer.mlps[0, at])
+            self._from_stream(VALUE, rows, layer.mlp_read[at], layer.mlps[0, at])
 
     def _heads(self, block: Block, layer: Layer, rows: Int[Tensor, " row"]) -> None:
         """Edges into heads of one block, and what these wrote."""
         walk, arithmetic = self.walk, self.walk.arithmetic()
-        entered = walk.states.streams[block.number]
+        entered, at = walk.states.streams[block.number], self.positions[rows]
         with torch.enable_grad():
             seen = block.attend(Apart(entered), arithmetic)
             cotangent = walk.both(layer.z[-1])
             response = torch.autograd.grad(seen.z, seen.scores, cotangent)[0][0]
         with torch.no_grad():
             norm = arithmetic.map(block.spec.norm, entered)
-            every = torch.arange(entered.shape[1], device=entered.device)
-            stream = {"writes": (self.writes, self.positions[self.sources])}
-            stream |= {"constants": (self.constant, every)}
-            parts = {}
-            for name, (vectors, at) in stream.items():
-                normed = norm.at(at).linear(vectors)
-                for which in "qkv":
-                    head_norm = block.head_map(seen.sides[which].raw, which, arithmetic)
-                    parts[name, which] = block.parts(normed, at, which, head_norm)
-            if not walk.between:
-                for which in "qk":
-                    constant = getattr(block.layer, f"{which}_constant")[0]
-                    parts["constants", which] = parts["constants", which] + constant
+            maps = {w: block.head_map(seen.sides[w].raw, w, arithmetic) for w in "qkv"}
             heads = self.nodes["heads_of"].to(rows.device)[rows]
-            for head in heads.unique().tolist():
-                of_head = {name: x[:, head] for name, x in parts.items()}
-                self._into_head(block, layer, head, rows[heads == head], seen, response, of_head)
+            pattern = seen.pattern.mean(0)
+            for field, x in ((self.attention, pattern), (self.response, response)):
+                field[rows.cpu()] = x[heads, at].float().cpu()
+            self._query_edges(block, rows, heads, seen, response, norm, maps["q"])
+            every = torch.arange(entered.shape[1], device=entered.device)
+            stream = ((self.writes, self.positions[self.sources]), (self.constant, every))
+            normed = [(norm.at(at).linear(x), at) for x, at in stream]
+            parts = {w: [block.parts(*x, w, maps[w]) for x in normed] for w in "kv"}
+            if not walk.between:
+                parts["k"][1] = parts["k"][1] + block.layer.k_constant[0, :, :: block.size("k")]
+            q, c = seen.sides["q"].entering.mean(0), block.spec.scale * response
+            size = block.size("k")
+            for group in (heads // size).unique().tolist():  # whose heads share keys and values
+                some = heads // size == group
+                h, i = heads[some], at[some]
+                sides = (
+                    (VALUE, "v", pattern[h, i], layer.z[0][i, h]),
+                    (KEY, "k", c[h, i], q[i, h]),
+                )
+                for edge_type, which, cells, vectors in sides:
+                    each = [x[:, group] for x in parts[which]]
+                    whole = walk.written(block, seen, which)[:, group * size]
+                    self._across(edge_type, rows[some], cells, vectors, [*each, whole])
             writes = walk.head_writes(block, seen, arithmetic)[0]
         # after all edges into this block, so that no head reads another
-        self._write(rows, writes[heads, self.positions[rows]])
+        self._write(rows, writes[heads, at])
 
-    def _into_head(
+    def _across(
+        self,
+        edge_type: int,
+        rows: Int[Tensor, " row"],
+        cells: Float[Tensor, "row position"],
+        vectors: Float[Tensor, "row d_head"],
+        parts: Sequence[Float[Tensor, "_ d_head"]],
+    ) -> None:
+        """Value or key edges ``cell (vector . part)`` into heads that share these at some queries,
+        from all positions: of the sources, of constants, and of all of the stream, which is the sum
+        of both."""
+        writes, constants, whole = parts
+        weights = cells[:, self.positions[self.sources]] * (vectors @ writes.mT)
+        constant = (cells * (vectors @ constants.mT)).sum(-1)
+        total = (cells * (vectors.double() @ whole.double().mT)).sum(-1)
+        self._add(edge_type, rows, weights, constant, total)
+
+    def _query_edges(
         self,
         block: Block,
-        layer: Layer,
-        head: int,
         rows: Int[Tensor, " row"],
+        heads: Int[Tensor, " row"],
         seen: Attended,
         response: Float[Tensor, "head query key"],
-        parts: dict[tuple[str, str], Float[Tensor, "source d_head"]],
+        norm: NormMap,
+        head_norm: NormMap | None,
     ) -> None:
-        """Value, query and key edges into one head at some queries, from the queries, keys and
-        values that ``parts`` of the stream make."""
-        at, source = self.positions[rows], self.positions[self.sources]
-        pattern, response = seen.pattern[:, head].mean(0)[at], response[head][at]
-        q, k = (seen.sides[w].entering[:, :, head].mean(0) for w in "qk")
-        adjoint, c = layer.z[0][at, head], block.spec.scale * response
-        pulled, q = c @ k, q[at]
-        columns, there = self._same_place(at)
-        weights = (
-            pattern[:, source] * (adjoint @ parts["writes", "v"].mT),
-            einsum(pulled, parts["writes", "q"][columns], "r e, r c e -> r c") * there,
-            c[:, source] * (q @ parts["writes", "k"].mT),
-        )
-        # what all of the stream makes sums to all edges; without constants of the values
-        whole = {w: self.walk.written(block, seen, w)[:, head].double() for w in "qkv"}
-        each = {w: parts["constants", w] for w in "qkv"}
-        constants, totals = (
-            (
-                (pattern * (adjoint.to(x["v"]) @ x["v"].mT)).sum(-1),
-                (pulled * x["q"][at]).sum(-1),
-                (c * (q.to(x["k"]) @ x["k"].mT)).sum(-1),
-            )
-            for x in (each, whole)
-        )
-        self.attention[rows.cpu()], self.response[rows.cpu()] = (
-            x.float().cpu() for x in (pattern, response)
-        )
-        for kind in (VALUE, QUERY, KEY):
-            picked = columns if kind == QUERY else None
-            self._add(kind, rows, weights[kind], constants[kind], totals[kind], picked)
+        """Query edges into heads of one block at some queries: what the scores' gradient is of the
+        stream there, by queries alone."""
+        at, scale = self.positions[rows], block.spec.scale
+        k = seen.sides["k"].entering.mean(0)
+        pulled = (scale * einsum(response, k, "h i j, j h e -> h i e"))[heads, at]
+        with torch.enable_grad():
+            x = torch.zeros_like(self.constant[at], requires_grad=True)
+            query = block.parts(norm.at(at).linear(x), at, "q", head_norm)
+            own = query[torch.arange(len(rows), device=at.device), heads]
+            vectors = torch.autograd.grad(own, x, pulled)[0]
+        whole = self.walk.written(block, seen, "q")[at, heads]
+        total = (pulled.double() * whole.double()).sum(-1)
+        constant = (pulled * block.layer.q_constant[0][at, heads]).sum(-1)
+        constant = constant * (not self.walk.between)
+        self._from_stream(QUERY, rows, vectors, total, constant)

@@ -29,7 +29,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tl_geometry.base.errors import require
+from tl_geometry.base.errors import fail, whole
 from tl_geometry.base.linalg import transposed, unit_roundoff
 from tl_geometry.base.rows import row_center
 from tl_geometry.base.sums import Sums
@@ -55,9 +55,10 @@ them)."""
 
 def first_kept(source: TokenWindows, drop: int | None) -> int:
     """The first position that counts: ``drop``, by default that after a BOS token."""
-    start = int(source.has_bos) if drop is None else drop
-    expected = f"0 to {source.length - 2}, to leave two of {source.length} positions"
-    require(0 <= start < source.length - 1, "drop", expected=expected, got=start)
+    start, last = whole(int(source.has_bos) if drop is None else drop), source.length - 2
+    if start is None or not 0 <= start <= last:
+        expected = f"0 to {last}, to leave two of {source.length} positions"
+        fail("drop", expected=expected, got=repr(drop))
     return start
 
 

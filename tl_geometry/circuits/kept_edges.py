@@ -25,7 +25,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tl_geometry.base import checks
-from tl_geometry.base.errors import check_seed, fail, require
+from tl_geometry.base.errors import check_seed, require
+from tl_geometry.base.guarded import Guarded
 from tl_geometry.base.intervals import Interval, paired_interval
 from tl_geometry.base.results import Result
 from tl_geometry.circuits.arithmetic import Live
@@ -44,15 +45,14 @@ FRACTIONS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Faithfulness(Result):
+class Faithfulness(Guarded, Result):
     """The metric of pruned runs for each pair of prompts, and f from it.
 
-    ``unit`` is what circuits are made of: ``"edges"``, ``"nodes"`` (writers as a whole) or
-    ``"heads"`` (the embedding and MLPs are always kept, yet f = 0 is the run that keeps nothing at
-    all). There are ``total`` of these, of which ``kept`` are kept at each level. ``clean`` and
-    ``counterfactual`` are the metric of whole runs, ``metrics`` that of the circuits, ``random``
-    that of random circuits of equal size. For a chosen set there is one level, and ``complements``
-    hold the runs that keep everything else.
+    ``unit`` is what circuits are made of: ``"edges"`` or ``"heads"`` (the embedding and MLPs are
+    always kept, yet f = 0 is the run that keeps nothing at all). There are ``total`` of these, of
+    which ``kept`` are kept at each level. ``clean`` and ``counterfactual`` are the metric of whole
+    runs, ``metrics`` that of the circuits, ``random`` that of random circuits of equal size. A
+    ``chosen`` set has one level.
     """
 
     unit: str
@@ -62,13 +62,12 @@ class Faithfulness(Result):
     counterfactual: Float[Tensor, " context"]
     metrics: Float[Tensor, "level context"]
     random: Float[Tensor, "sample level context"]
-    complements: Float[Tensor, "level context"] | None = None
-    random_complements: Float[Tensor, "sample level context"] | None = None
+    chosen: bool
     seed: int
 
     @property
     def fractions(self) -> Float[Tensor, " level"]:
-        """Share of the edges (nodes, heads) that are kept."""
+        """Share of the edges (or heads) that are kept."""
         return self.kept.double() / self.total
 
     @property
@@ -78,19 +77,9 @@ class Faithfulness(Result):
         return paired_interval(self._linearised(self.metrics))
 
     @property
-    def completeness(self) -> Interval:
-        """Faithfulness f of everything but the chosen set: near 0 where the set is complete."""
-        return paired_interval(self._linearised(self._of_set(self.complements)))
-
-    @property
     def random_f(self) -> Float[Tensor, "sample level"]:
         """Faithfulness f of each random circuit."""
         return self._share(self.random)
-
-    @property
-    def random_completeness(self) -> Float[Tensor, "sample level"]:
-        """Faithfulness f of everything but each random set."""
-        return self._share(self._of_set(self.random_complements))
 
     @property
     def cpr(self) -> Interval:
@@ -112,17 +101,11 @@ class Faithfulness(Result):
         weights, end = self._weights()
         return self.random_f @ weights + end
 
-    def _of_set(self, complements: Tensor | None) -> Tensor:
-        if complements is None:
-            expected, instead = "a chosen set", ".f and .cpr"
-            fail("completeness", expected=expected, got="a curve of rankings", instead=instead)
-        return complements
-
     def _weights(self) -> tuple[Float[Tensor, " level"], float]:
         """The weight of each level in an area by trapezoids over shares from 0 to 1, and what the
         end adds, where everything is kept and f is 1."""
-        ranked, expected, instead = self.complements is None, "a curve of rankings", ".f"
-        require(ranked, "CPR and CMD", expected=expected, got="a chosen set", instead=instead)
+        expected, got = "a curve of rankings", "a chosen set"
+        require(not self.chosen, "CPR and CMD", expected=expected, got=got, instead=".f")
         order = self.fractions.argsort()
         at = torch.cat([torch.zeros(1), self.fractions[order], torch.ones(1)]).double()
         weights = torch.empty_like(self.fractions)
@@ -148,16 +131,10 @@ class Faithfulness(Result):
         return {"fraction": self.fractions.tolist()}
 
     def table_numbers(self) -> Mapping[str, tuple[Tensor, tuple[str, ...]]]:
-        columns = {"kept": self.kept, **self.f.columns("f"), **_over_draws("random", self.random_f)}
-        if self.complements is not None:
-            columns |= self.completeness.columns("complement")
-            columns |= _over_draws("random_complement", self.random_completeness)
+        random = self.random_f
+        ends = {"random_low": random.amin(0), "random_high": random.amax(0)}
+        columns = {"kept": self.kept, **self.f.columns("f"), "random": random.mean(0), **ends}
         return {name: (values, ("level",)) for name, values in columns.items()}
-
-
-def _over_draws(name: str, f: Float[Tensor, "sample level"]) -> dict[str, Float[Tensor, " level"]]:
-    """Mean, least and largest f of random circuits, as columns of the table."""
-    return {name: f.mean(0), f"{name}_low": f.amin(0), f"{name}_high": f.amax(0)}
 
 
 def faithfulness(
@@ -169,8 +146,7 @@ def faithfulness(
     answer: Any = None,
     other: Any = None,
     metric: UserMetric | None = None,
-    fractions: Sequence[float] = FRACTIONS,
-    nodes: bool = False,
+    fractions: Iterable[float] | float = FRACTIONS,
     draws: int = 3,
     batch_size: int | None = None,
     prepend_bos: bool | None = None,
@@ -185,10 +161,11 @@ def faithfulness(
     Args:
         prompts, counterfactual, answer, other, metric, batch_size: as in
             :func:`tl_geometry.edge_scores`.
-        circuit: :class:`EdgeScores`, whose edges are kept by absolute score, ``fractions`` of them
-            (with ``nodes=True`` writers as a whole); or a chosen set: heads (``"L5H1"``, ``(5,
+        circuit: :class:`EdgeScores`, whose edges are kept by absolute score, ``fractions`` of
+            them; or a chosen set: heads (``"L5H1"``, ``(5,
             1)``), the embedding and all MLPs then being kept too, or edges (``"L0H3->L5H1<q>"``).
-            Of a chosen set completeness is measured as well: f of everything else.
+            (Of all other edges it is completeness, near 0 where the set is complete.)
+        fractions: one share of the edges, or several.
         draws: random circuits of each size.
 
     Raises ``GeometryError`` for scores of another model's edges, for unknown heads or edges, and
@@ -207,19 +184,15 @@ def faithfulness(
     check_seed(seed, "seed")
     count, view = counted(draws, "draws"), as_view(model)
     layout = EdgeLayout.of(view)
-    ranked = isinstance(circuit, EdgeScores)
-    if ranked:
-        unit = "nodes" if nodes else "edges"
-        sets = _ranked_sets(circuit, layout, fractions, nodes)
+    if isinstance(circuit, EdgeScores):
+        levels = tuple(fractions) if isinstance(fractions, Iterable) else (fractions,)
+        unit, sets = "edges", _ranked_sets(circuit, layout, levels)
     else:
-        defaults, what = not nodes and tuple(fractions) == FRACTIONS, "nodes, fractions"
-        expected, got, instead = "EdgeScores, which they rank", "a chosen set", "neither of them"
-        require(defaults, what, expected=expected, got=got, instead=instead)
+        expected, got = "EdgeScores, of which they are shares", "a chosen set"
+        require(fractions is FRACTIONS, "fractions", expected=expected, got=got)
         unit, sets = _chosen_set(circuit, layout, view)
     # the circuit of each level, then the random ones
-    circuits = torch.cat([sets.unsqueeze(0), _random_sets(sets, count, seed)])
-    if not ranked:
-        circuits = torch.cat([circuits, ~circuits])
+    circuits = torch.cat([sets.unsqueeze(0), _random_sets(sets, count, int(seed))])
     options = {"counterfactuals": counterfactual, "answers": answer, "others": other}
     pairs = pairs_of(view, as_prompts(view, prompts, **options, prepend_bos=prepend_bos), metric)
     values = torch.empty(2 + circuits.shape[:2].numel(), len(pairs), dtype=torch.float64)
@@ -230,32 +203,29 @@ def faithfulness(
     expected, got = "one that prompts and counterfactuals differ in", f"{float(clean.mean()):.4g}"
     require(differ, "metric", expected=expected, got=f"a mean of {got} for both")
     of_circuits = values[2:].unflatten(0, circuits.shape[:2])
-    kept, rest = of_circuits[: count + 1], None if ranked else of_circuits[count + 1 :]
     return Faithfulness(
         unit=unit,
         total=sets.shape[1],
         kept=sets.sum(1),
         clean=clean,
         counterfactual=without,
-        metrics=kept[0],
-        random=kept[1:],
-        complements=None if rest is None else rest[0],
-        random_complements=None if rest is None else rest[1:],
-        seed=seed,
-        provenance=of_pairs(view, pairs, sources=("mueller2025",), seed=seed),
+        metrics=of_circuits[0],
+        random=of_circuits[1:],
+        chosen=not isinstance(circuit, EdgeScores),
+        seed=int(seed),
+        provenance=of_pairs(view, pairs, sources=("mueller2025",), seed=int(seed)),
     )
 
 
 def _ranked_sets(
-    scores: EdgeScores, layout: EdgeLayout, fractions: Sequence[float], nodes: bool
+    scores: EdgeScores, layout: EdgeLayout, fractions: Sequence[float]
 ) -> Bool[Tensor, "level row"]:
-    """The edges (or nodes) of largest score, for each fraction."""
+    """The edges of largest score, for each fraction."""
     same = scores.layout == layout
     expected, got = "scores of this model's edges", f"{len(scores.scores)} edges of another"
     require(same, "circuit", expected=expected, got=got, instead="edge_scores(model, ...)")
     require(len(fractions) > 0, "fractions", expected="at least one share", got="none")
-    values = scores.node_scores if nodes else scores.scores
-    return torch.stack([largest(values, fraction) for fraction in fractions])
+    return torch.stack([largest(scores.scores, fraction) for fraction in fractions])
 
 
 def _chosen_set(
@@ -341,11 +311,9 @@ def metrics_of_batch(
 
 
 def _mask(layout: EdgeLayout, chosen: Tensor, unit: str) -> Bool[Tensor, "row writer"]:
-    """The writers that a set of edges, nodes or heads keeps for each reader."""
+    """The writers that a set of edges or heads keeps for each reader."""
     if unit == "edges":
         return layout.kept(chosen)
-    if unit == "heads":
-        nodes = torch.ones(len(layout.writers), dtype=torch.bool)
-        nodes[[i for i, name in enumerate(layout.writers) if name[0] == "L"]] = chosen
-        chosen = nodes
-    return layout.allowed & chosen
+    writers = torch.ones(len(layout.writers), dtype=torch.bool)
+    writers[[i for i, name in enumerate(layout.writers) if name[0] == "L"]] = chosen
+    return layout.allowed & writers

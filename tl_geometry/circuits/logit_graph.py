@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tl_geometry.base.checks import head_name
-from tl_geometry.base.errors import choice, fail
+from tl_geometry.base.errors import choice, require
+from tl_geometry.base.guarded import Guarded
 from tl_geometry.base.results import Result
 from tl_geometry.base.tables import Table
 
@@ -38,11 +39,12 @@ NOWHERE = -1
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class LogitGraph(Result):
+class LogitGraph(Guarded, Result):
     """An attribution graph: a logit, or a difference of two, T, as a graph from the tokens; with a
     counterfactual the difference of T between both prompts.
 
-    ``value`` is T before a final soft cap, ``answer`` and ``other`` the texts of its tokens,
+    ``value`` is T before a soft cap of the output, ``capped`` behind it (``None`` without one):
+    what is behind it is no sum. ``answer`` and ``other`` the texts of its tokens,
     ``position`` where it is read, ``probability`` that of the answer there. ``leaf_values``,
     ``head_values`` and ``mlp_values`` are complete: the part of T that passes through each
     component at each position. Leaves and ``constant`` (and MLPs, with ``mlp="leaf"``) sum to T.
@@ -67,6 +69,7 @@ class LogitGraph(Result):
     answer_ids: tuple[int, ...]
     probability: float
     value: float
+    capped: float | None
     mlp: str
     keep: float
     leaf_names: tuple[str, ...]
@@ -103,12 +106,16 @@ class LogitGraph(Result):
         one = (TARGET, CONSTANTS)
         return tuple(name if name in one else f"{name}@{at}" for name, at in places)
 
-    @cached_property
+    @property
     def nodes(self) -> pd.DataFrame:
         """A row for each node, the largest absolute value first: ``node`` (its text),
         ``component``, ``kind`` (leaf, head, mlp, target, rest), ``layer``, ``head``, ``position``
         (-1: none), ``token``, ``value``, ``moved``. A node of kind rest is what pruning left out of
         another."""
+        return self._nodes.copy()
+
+    @cached_property
+    def _nodes(self) -> pd.DataFrame:
         import pandas as pd
 
         names = {"node": self.names, "component": self.components}
@@ -125,11 +132,15 @@ class LogitGraph(Result):
         frame = pd.concat([frame, rest[(self.rest != 0).any(1).tolist()]])
         return _largest_first(frame[["node", "component", "kind", *places, "token", *numbers]])
 
-    @cached_property
+    @property
     def edges(self) -> pd.DataFrame:
         """A row for each edge, the largest absolute value first: ``source`` and ``target`` (texts
         of nodes), ``type`` (value, query, key), ``value``; what pruning left out comes from nodes
         of kind rest."""
+        return self._edges.copy()
+
+    @cached_property
+    def _edges(self) -> pd.DataFrame:
         import pandas as pd
 
         names, types = np.array(self.names, dtype=object), np.array(EDGE_TYPES, dtype=object)
@@ -149,7 +160,7 @@ class LogitGraph(Result):
     def into(self, node: str) -> pd.DataFrame:
         """The edges into a node (its text, ``"L5H1@7"``, ``"target"``), the largest first."""
         choice(node, self.names, "node")
-        edges: Any = self.edges
+        edges: Any = self._edges
         return edges[edges["target"] == node].reset_index(drop=True)
 
     def tokens(self) -> Table:
@@ -191,7 +202,8 @@ class LogitGraph(Result):
         T = repr(self.answer) + ("" if self.other is None else f" - {self.other!r}")
         at = f"after {self.texts[self.position]!r} (position {self.position})"
         between = "" if self.counterfactual is None else ", between two prompts"
-        return f"{T} {at}{between}: {self.value:.4g}"
+        cap = "" if self.capped is None else f" before the soft cap, {self.capped:.4g} behind it"
+        return f"{T} {at}{between}: {self.value:.4g}{cap}"
 
     def columns(self) -> Sequence[str]:
         return ("node", "token", "value", "moved")
@@ -214,7 +226,7 @@ class LogitGraph(Result):
         return neuronpedia(self)
 
 
-def mean_graph(graphs: Sequence[LogitGraph]) -> Table:
+def mean_graph(graphs: Iterable[LogitGraph]) -> Table:
     """Means over the graphs of several prompts, with 95% intervals over prompts (paired: each graph
     counts once; NaN below 10). A row is a node or an edge of prompts of one length: ``source``
     (empty for a node), ``target``, ``type`` (node, value, query, key), ``value``, ``low``,
@@ -233,10 +245,12 @@ def mean_graph(graphs: Sequence[LogitGraph]) -> Table:
 
     from tl_geometry.base.intervals import paired_interval
 
+    graphs = list(graphs) if isinstance(graphs, Iterable) else [graphs]
+    types = {type(graph).__name__ for graph in graphs}
+    require(types == {LogitGraph.__name__}, "graphs", expected="graphs of logits", got=types)
     alike = {(len(g.texts), g.position, g.provenance.fingerprint, g.mlp) for g in graphs}
-    if len(alike) != 1:
-        expected = "graphs of one model, of prompts of one length, read at one position"
-        fail("graphs", expected=expected, got=f"{len(alike)} kinds of graphs")
+    expected = "graphs of one model, of prompts of one length, read at one position"
+    require(len(alike) == 1, "graphs", expected=expected, got=f"{len(alike)} kinds of graphs")
     parts = []
     for number, graph in enumerate(graphs):
         nodes = graph.nodes.rename(columns={"node": "target"}).assign(source="", type="node")

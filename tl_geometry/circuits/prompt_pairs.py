@@ -5,15 +5,16 @@ the model by length."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_geometry.base.checks import describe, whole
+from tl_geometry.base.checks import describe, finite, whole
 from tl_geometry.base.errors import fail, require
 from tl_geometry.base.results import Provenance, hash_tokens
 from tl_geometry.circuits.arithmetic import Live
@@ -35,6 +36,36 @@ def counted(value: Any, name: str) -> int:
     if number is None or number < 1:
         fail(name, expected="a whole number, at least 1", got=repr(value))
     return number
+
+
+def share_of(value: Any, name: str) -> float:
+    """A share above 0, at most 1, of any type of number.
+
+    >>> share_of(0.5, "keep"), share_of(torch.tensor(1), "keep")
+    (0.5, 1.0)
+    """
+    number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    is_share = isinstance(number, Real) and not isinstance(number, bool) and 0 < number <= 1
+    require(is_share, name, expected="a share above 0, at most 1", got=repr(value))
+    return float(number)
+
+
+def measured(
+    logits: Float[Tensor, "batch position d_vocab"],
+    metric: UserMetric | None,
+    tokens: Sequence[Tensor] = (),
+) -> Float[Tensor, " batch"]:
+    """A metric of each prompt: the user's, of all logits, or the logit of a token for each prompt
+    at the last position, less that of a second one."""
+    if metric is None:
+        last = logits[:, -1]
+        chosen = [last.gather(1, ids.to(last.device).unsqueeze(1))[:, 0] for ids in tokens]
+        return chosen[0] - sum(chosen[1:])
+    values: Any = metric(logits)
+    fits = isinstance(values, Tensor) and values.shape == (len(logits),)
+    expected = f"one number for each of {len(logits)} prompts"
+    require(fits, "metric", expected=expected, got=describe(values))
+    return finite(values, "metric")
 
 
 def pairs_of(view: ModelView, prompts: Prompts, metric: UserMetric | None) -> Prompts:
@@ -82,19 +113,22 @@ class Batch:
 
     def measured(self, logits: Float[Tensor, "batch position d_vocab"]) -> Float[Tensor, " batch"]:
         """The metric of each pair from its logits."""
-        if self.metric is None:
-            assert self.pairs.answers is not None
-            last, both = logits[:, -1], (self.pairs.answers, self.pairs.others)
-            ids = [x.to(last.device).unsqueeze(1) for x in both if x is not None]
-            chosen = [last.gather(1, x)[:, 0] for x in ids]
-            return chosen[0] - chosen[1] if len(chosen) == 2 else chosen[0]
-        values: Any = self.metric(logits)
-        got = tuple(values.shape) if isinstance(values, Tensor) else repr(values)
-        expected = f"one number for each of {len(logits)} prompts of a batch"
-        require(got == (len(logits),), "metric", expected=expected, got=got)
-        finite = bool(torch.isfinite(values).all())
-        require(finite, "metric", expected="finite numbers", got=values.tolist())
-        return values
+        tokens = [ids for ids in (self.pairs.answers, self.pairs.others) if ids is not None]
+        return measured(logits, self.metric, tokens)
+
+    def slope(
+        self, logits: Float[Tensor, "batch position d_vocab"], at: Float[Tensor, "batch ..."]
+    ) -> Float[Tensor, "batch ..."]:
+        """The gradient of each pair's metric by what its logits were made of."""
+        values = self.measured(logits)
+        got, instead = "one without a gradient", "a function of the logits in torch"
+        expected = "a differentiable function"
+        require(values.requires_grad, "metric", expected=expected, got=got, instead=instead)
+        found = torch.autograd.grad(values.sum(), at)[0]
+        wrong = int((~found.isfinite()).flatten(1).any(1).sum())
+        got = f"NaN or infinity in {wrong} of {len(found)} prompts"
+        require(wrong == 0, "metric", expected="a finite gradient", got=got)
+        return found
 
     def read(self, last: Float[Tensor, "batch position d_model"], arithmetic: Live) -> Tensor:
         """Logits of last states, where they are needed."""

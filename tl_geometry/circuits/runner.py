@@ -218,17 +218,16 @@ class Block:
         at: Int[Tensor, " row"],
         which: str,
         head_norm: NormMap | None,
-    ) -> Float[Tensor, "row head d_head"]:
+    ) -> Float[Tensor, "row group d_head"]:
         """Queries, keys or values of parts of the stream at some positions of one prompt or pair,
-        without constants; the parts have been through the linear map of the norm, ``head_norm`` is
-        that of the QK-norm (:meth:`head_map`)."""
-        x = einsum(normed, self.matrix(which), "n d, r d e -> n r e")
-        x = x.repeat_interleave(self.size(which), 1)
-        if which == "v":
+        without constants, once for each group of heads; the parts have been through the linear map
+        of the norm, ``head_norm`` is that of the QK-norm (:meth:`head_map`)."""
+        x, size = einsum(normed, self.matrix(which), "n d, r d e -> n r e"), self.size(which)
+        if head_norm is not None:  # it runs over all heads
+            x = head_norm.at(at).linear(x.repeat_interleave(size, 1))[:, ::size]
+        if which == "v" or self.layer.turn is None:
             return x
-        if head_norm is not None:
-            x = head_norm.at(at).linear(x)
-        return x if self.layer.turn is None else rotate(x, *self.layer.turn.at(at))
+        return rotate(x, *self.layer.turn.at(at))
 
     def head_map(self, raw: Heads, which: str, arithmetic: Live) -> NormMap | None:
         """The QK-norm as a linear map at raw queries or keys."""
@@ -239,18 +238,28 @@ class Block:
 
     def written(self, z: Heads, arithmetic: Live) -> Float[Tensor, "head batch position d_model"]:
         """What each head writes, from its mixed values."""
-        weights = self.spec.weights
-        writes = einsum(z, weights.W_O, "b i h e, h e d -> h b i d")
-        writes = writes + weights.b_O / len(writes)
+        writes = einsum(z, self.spec.weights.W_O, "b i h e, h e d -> h b i d")
+        return self.added(writes, arithmetic)
+
+    def added(
+        self, writes: Float[Tensor, "head batch position d_model"], arithmetic: Live
+    ) -> Float[Tensor, "head batch position d_model"]:
+        """What is added to the stream, of mixed values times W_O: with the bias, behind the norm
+        after attention."""
+        writes = writes + self.spec.weights.b_O / len(writes)
         if self.after is None or self.after.norm_type is None:
             return writes
         return arithmetic.shares(self.after, writes)
 
     def mlp_write(self, read: Stream, arithmetic: Live) -> Stream:
         """What the MLP writes, from the stream that it reads."""
+        assert self.mlp is not None, "a block with an MLP"
+        return self.mlp_of(arithmetic.norm(self.mlp.before, read), arithmetic)
+
+    def mlp_of(self, x: Float[Tensor, "batch _ d_model"], arithmetic: Live) -> Stream:
+        """What the MLP writes, from its normed input (one for all positions will do)."""
         mlp = self.mlp
         assert mlp is not None, "a block with an MLP"
-        x = arithmetic.norm(mlp.before, read)
         if isinstance(mlp, MLPModule):
             out = arithmetic.module(mlp.run, x)
         else:

@@ -28,12 +28,20 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tl_geometry.base.errors import ReconstructionError, choice, require
+from tl_geometry.base.guarded import Guarded
 from tl_geometry.base.intervals import FEWEST, t_quantile
 from tl_geometry.base.results import Result
 from tl_geometry.base.tables import Table
 from tl_geometry.circuits.arithmetic import Between, Live, difference, gauss_legendre
 from tl_geometry.circuits.edge_layout import EdgeLayout
-from tl_geometry.circuits.prompt_pairs import Batch, UserMetric, batches, counted, pairs_of
+from tl_geometry.circuits.prompt_pairs import (
+    Batch,
+    UserMetric,
+    batches,
+    counted,
+    pairs_of,
+    share_of,
+)
 from tl_geometry.circuits.prompt_pairs import provenance_of_pairs as of_pairs
 from tl_geometry.circuits.runner import Stream
 from tl_geometry.corpus.prompt_sets import as_prompts
@@ -49,7 +57,7 @@ log-probability it closes to 1e-9."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class EdgeScores(Result):
+class EdgeScores(Guarded, Result):
     """Scores of all edges of a model, means over pairs of prompts.
 
     ``layout`` names the edges (``layout.writers``, ``layout.readers``, ``layout.ends()``);
@@ -209,11 +217,7 @@ def _gradients(batch: Batch, midpoints: Sequence[float]) -> Scored:
         streams = clean if a == 1.0 else run(clean[0] - (1 - a) * change[:, 0]).streams
         with torch.enable_grad():
             last = streams[-1].detach().requires_grad_()
-            of = batch.measured(batch.read(last, Live()))
-            live, got = of.requires_grad, "one without a gradient"
-            expected, instead = "a differentiable function", "a function of the logits in torch"
-            require(live, "metric", expected=expected, got=got, instead=instead)
-            adjoint = torch.autograd.grad(of.sum(), last)[0]
+            adjoint = batch.slope(batch.read(last, Live()), last)
         total = total + _contracted(batch, streams, adjoint, Live, change)[0] / len(midpoints)
     return total, values
 
@@ -227,8 +231,7 @@ def _contrast(batch: Batch) -> Scored:
     for t, weight in ((0.5, 1.0),) if batch.metric is None else gauss_legendre(METRIC_NODES):
         with torch.enable_grad():
             between = (other + t * (clean - other)).requires_grad_()
-            of = batch.measured(between).sum()
-            g = g + weight * torch.autograd.grad(of, between)[0]
+            g = g + weight * batch.slope(between, between)
     with torch.enable_grad():
         last = states.streams[-1].detach().requires_grad_()
         adjoint = torch.autograd.grad(batch.read(last, Between()), last, torch.cat([g, -g]))[0]
@@ -275,10 +278,8 @@ def _contracted(
 
 def largest(scores: Float[Tensor, " row"], fraction: float) -> Bool[Tensor, " row"]:
     """The rows of largest absolute score, ``fraction`` of all, at least one."""
-    share = isinstance(fraction, int | float) and 0 < fraction <= 1
-    require(share, "fraction", expected="a share above 0, at most 1", got=repr(fraction))
-    kept = torch.zeros(len(scores), dtype=torch.bool)
-    kept[_by_size(scores)[: max(1, round(fraction * len(scores)))]] = True
+    kept, share = torch.zeros(len(scores), dtype=torch.bool), share_of(fraction, "fraction")
+    kept[_by_size(scores)[: max(1, round(share * len(scores)))]] = True
     return kept
 
 

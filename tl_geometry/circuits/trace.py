@@ -26,6 +26,7 @@ from tl_geometry.base.checks import head_name
 from tl_geometry.base.errors import choice, require
 from tl_geometry.circuits.graph_edges import EdgeFinder
 from tl_geometry.circuits.logit_graph import CONSTANTS, NOWHERE, TARGET, LogitGraph
+from tl_geometry.circuits.prompt_pairs import measured, share_of
 from tl_geometry.circuits.walk import Values, Walk, fewest_carrying
 from tl_geometry.corpus.prompt_sets import Prompts, as_prompts
 from tl_geometry.corpus.token_windows import TokensLike
@@ -97,7 +98,7 @@ def trace_logit(
     asked = as_prompts(view, prompt, **options, prepend_bos=prepend_bos)
     got, instead = f"{len(asked)} prompts", "a call for each prompt"
     require(len(asked) == 1, "prompt", expected="one prompt", got=got, instead=instead)
-    require(0 < keep <= 1, "keep", expected="a share above 0, at most 1", got=keep)
+    keep = share_of(keep, "keep")
     choice(mlp, ("frozen", "leaf"), "mlp")
     require_decoder(view, f"logits of {view.name}")
     rows, at = asked.as_windows(), int(asked.at(position))
@@ -117,6 +118,8 @@ def trace_logit(
     walk.require_sum(values.map(lambda way: way[0]))
     found = _components(walk, values, keep)
     answer, *rest = view.decode(walk.answers)
+    ids = [torch.tensor([token] * len(tokens)) for token in walk.answers]
+    capped = float(walk.one(measured(walk.states.logits.double(), None, ids)))
     return LogitGraph(
         provenance=provenance_of(view, rows, basis),
         texts=tuple(view.decode(asked.tokens[0].tolist())),
@@ -128,6 +131,7 @@ def trace_logit(
         answer_ids=walk.answers,
         probability=float(walk.states.logits[0, 0].softmax(-1)[walk.answers[0]]),
         value=walk.value,
+        capped=None if walk.runner.head.softcap is None else capped,
         mlp=mlp,
         keep=keep,
         **found,

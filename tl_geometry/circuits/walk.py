@@ -182,9 +182,10 @@ class Walk:
         if isinstance(frozen, Frozen) and run.mlp is not None and block.mlp is not None:
             if self.leaf:
                 constant = constant + writing_of(self.runner.view).blocks[block.number].b_out
-            else:  # its last maps: a norm, the activation, perhaps a norm
-                last = frozen.again(2 + (block.mlp.after.norm_type is not None))
-                constant = block.mlp_write(torch.zeros_like(run.after), last)[0]
+            else:  # its last maps: the activation, perhaps a norm; a norm gives its bias of nothing
+                last = frozen.again(1 + (block.mlp.after.norm_type is not None))
+                bias = block.mlp.before.bias.to(run.after)
+                constant = block.mlp_of(bias.expand(1, 1, -1), last)[0]
         heads = self.head_writes(block, run.attention, frozen)
         return *heads, mlp - constant, constant
 
@@ -196,9 +197,10 @@ class Walk:
         if not isinstance(arithmetic, Frozen):
             return heads[:, 0] - heads[:, 1], torch.zeros_like(heads[0, 0])
         paid = seen.pattern.detach().sum(-1)  # one, less what a sink takes
-        z = einsum(paid, block.spec.constant("v"), "b h i, h e -> b i h e")
+        each = einsum(block.spec.constant("v"), block.spec.weights.W_O, "h e, h e d -> h d")
         behind = block.after is not None and block.after.norm_type is not None
-        constants = block.written(z, arithmetic.again(int(behind)))[:, 0]
+        constants = einsum(paid, each, "b h i, h d -> h b i d")
+        constants = block.added(constants, arithmetic.again(int(behind)))[:, 0]
         return heads[:, 0] - constants, constants.sum(0)
 
     def written(

@@ -35,7 +35,7 @@ from torch.nn.functional import pad
 
 from tl_geometry.base import checks
 from tl_geometry.base.checks import Head
-from tl_geometry.base.errors import choice, require
+from tl_geometry.base.errors import check_seed, choice, require
 from tl_geometry.base.intervals import FEWEST, FEWEST_GROUPS, LeftOut, jackknife_interval
 from tl_geometry.circuits.head_readers import (
     GROUPS,
@@ -46,6 +46,7 @@ from tl_geometry.circuits.head_readers import (
     context_products,
     first_kept,
 )
+from tl_geometry.circuits.prompt_pairs import counted
 from tl_geometry.circuits.writer_sweep import WriterShares
 from tl_geometry.corpus.passes import batches, cuts
 from tl_geometry.corpus.sources import as_tokens
@@ -152,7 +153,8 @@ def composition(
     >>> edges.cs.sum(-1).round(decimals=3).tolist()
     [[1.0, 1.0, 1.0]]
     """
-    view = as_view(model)
+    check_seed(seed, "seed")
+    draws, seed, view = counted(draws, "draws"), int(seed), as_view(model)
     choice(parts, GRAINS, "parts")
     chosen = checks.heads(heads, view.n_layers, view.n_heads, layers)
     order = sorted(chosen, key=lambda head: head[0])

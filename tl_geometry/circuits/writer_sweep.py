@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tl_geometry.base import checks
+from tl_geometry.base.guarded import Guarded
 from tl_geometry.base.results import Result
 from tl_geometry.circuits.head_readers import HEAD_SIDES, Reads, WriterSums, first_kept
 from tl_geometry.corpus.passes import batches, cuts
@@ -39,7 +40,7 @@ from tl_geometry.scores.terms import ALIBI, BIAS
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class WriterShares(Result):
+class WriterShares(Guarded, Result):
     """Shares of writers in what heads read: what a sweep and a composition have in common.
     ``wrote`` is the block that each part belongs to, -1 before the first."""
 

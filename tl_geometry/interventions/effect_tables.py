@@ -20,8 +20,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from tl_geometry.base import checks
-from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import check_seed, require
+from tl_geometry.base.guarded import Guarded
 from tl_geometry.base.intervals import (
     FEWEST,
     Interval,
@@ -30,6 +30,7 @@ from tl_geometry.base.intervals import (
     t_quantile,
 )
 from tl_geometry.base.tables import Table
+from tl_geometry.circuits.prompt_pairs import UserMetric, measured
 from tl_geometry.corpus.prompt_sets import answer_ids
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.interventions.controls import Draw, draws_of
@@ -44,12 +45,10 @@ from tl_geometry.models.reader import as_view
 METRICS = ("loss", "difference")
 NAMED = 3
 """Controls that a sentence names, so that it stays one."""
-UserMetric = Callable[[Float[Tensor, "batch position d_vocab"]], Float[Tensor, " batch"]]
-"""A metric of one's own: one number for each prompt from its logits."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Effects(Table):
+class Effects(Guarded, Table):
     """What edits do to a metric, the largest change first: a row for each edit (and control).
 
     ``change`` is the mean over prompts of the metric under the edit minus that of the clean run;
@@ -80,7 +79,7 @@ class Effects(Table):
 
     def controls_of(self, edit: str) -> list[str]:
         """The names of an edit's controls."""
-        return [control for name, control in self.controls if name == edit]
+        return [control for name, control in vars(self)["controls"] if name == edit]
 
     def change(self, edit: str) -> Interval:
         """Mean change with its 95% interval."""
@@ -90,14 +89,15 @@ class Effects(Table):
         """How far an edit goes beyond a control, with a 95% interval over prompts and, where the
         control is drawn at random, one more draw (:func:`excess_over`)."""
         names = tuple(self.controls_of(edit))
-        draws = self.controls[edit, checks.choice(control, names, "control")]
+        draws = vars(self)["controls"][edit, checks.choice(control, names, "control")]
         gaps = self.edited[self._row(edit)] - draws.mean(0)
         return excess_over(gaps, draws.mean(1)) if len(draws) > 1 else paired_interval(gaps)
 
     def p(self, edit: str, control: str | None = None) -> float:
         """Two-sided p of the changes, or of the excess over a control, by random sign flips: the
         null is that the two could change places in every prompt."""
-        against = self.clean if control is None else self.controls[edit, control].mean(0)
+        draws = vars(self)["controls"]
+        against = self.clean if control is None else draws[edit, control].mean(0)
         return sign_flip_p(self.edited[self._row(edit)] - against)
 
     def beyond(self, edit: str) -> bool | None:
@@ -226,7 +226,7 @@ def effects(
     copies = len(tokens) - len(tokens.unique(dim=0))
     flags = [f"{copies} prompts are copies of others: intervals count them"] if copies else []
     flags += [flag for edit in given.values() for flag in edit.flags]
-    provenance = view.provenance(known.rows, seed=seed, flags=tuple(dict.fromkeys(flags)))
+    provenance = view.provenance(known.rows, seed=int(seed), flags=tuple(dict.fromkeys(flags)))
     fields: dict[str, Any] = {"edits": tuple(given), "metric": name, "clean": clean}
     fields |= {"edited": edited, "controls": found}
     fields |= {"chance": "0 by chance, with 95% intervals over prompts"}
@@ -252,16 +252,17 @@ def _table(found: Effects) -> tuple[tuple[str, ...], tuple[tuple[Any, ...], ...]
     order = sorted(found.edits, key=lambda name: -abs(float(found.change(name).value)))
     names = ["edit", "change", "change_low", "change_high"]
     beside = ["control", "control_change", "excess", "excess_low", "excess_high"]
-    names += [*(beside if found.controls else []), "p"]
+    drawn = found.controls
+    names += [*(beside if drawn else []), "p"]
     cells: list[tuple[Any, ...]] = []
     for edit in order:
         row = (edit, *map(float, found.change(edit)[:3]))
         for control in found.controls_of(edit):
-            mean = float((found.controls[edit, control] - found.clean).mean())
+            mean = float((drawn[edit, control] - found.clean).mean())
             ends = map(float, found.excess(edit, control)[:3])
             cells.append((*row, control, mean, *ends, found.p(edit, control)))
         if not found.controls_of(edit):
-            nothing = ("", *[float("nan")] * 4) if found.controls else ()
+            nothing = ("", *[float("nan")] * 4) if drawn else ()
             cells.append((*row, *nothing, found.p(edit)))
     return tuple(names), tuple(cells)
 
@@ -280,11 +281,7 @@ def _metric(
     if callable(metric):
 
         def own(logits: Tensor, chosen: Tensor) -> Tensor:
-            values = metric(logits)
-            fits = isinstance(values, Tensor) and values.shape == (len(chosen),)
-            expected = f"one number for each of {len(chosen)} prompts"
-            require(fits, "metric", expected=expected, got=describe(values))
-            return values.detach()
+            return measured(logits, metric).detach()
 
         return getattr(metric, "__name__", "metric"), None, own
     name = checks.choice(str(metric), METRICS, "metric")
@@ -303,7 +300,6 @@ def _metric(
     ids = torch.stack([answer_ids(view, side, len(rows)) for side in (answer, other)], 1)
 
     def difference(logits: Tensor, chosen: Tensor) -> Tensor:
-        both = logits[:, 0].double().cpu().gather(1, ids[chosen])
-        return both[:, 0] - both[:, 1]
+        return measured(logits.double(), None, ids[chosen].unbind(1))
 
     return name, rows.position(position), difference

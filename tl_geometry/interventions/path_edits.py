@@ -124,10 +124,8 @@ def path(
     require_decoder(view, f"paths of {view.name}")
     checks.choice(by, BY, "by")
     chosen = checks.heads(senders, view.n_layers, view.n_heads)
-    to, known = (
-        Receivers.of(view, receivers),
-        known_prompts(view, by, reference, counterfactual, prepend_bos),
-    )
+    to = Receivers.of(view, receivers)
+    known = known_prompts(view, by, reference, counterfactual, prepend_bos)
     last = to.last_sender(view)
     late = [checks.head_name(head) for head in chosen if head[0] > last]
     require(not late, "senders", expected="heads that write before every receiver reads", got=late)

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tl_geometry.base.errors import fail, require
+from tl_geometry.base.errors import check_seed, fail, require
 from tl_geometry.corpus.sources import as_tokens
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
 from tl_geometry.models.batches import default_batch
@@ -95,7 +96,7 @@ class Known:
 
 Make = Callable[[Known | None], list[NamedHook]]
 """Makes the hooks of an edit from the prompts that it is given, if any."""
-Again = Callable[..., "Edit"]
+Again = partial[Any]
 """The same edit with other options; a ``functools.partial`` of the function that made it."""
 
 
@@ -131,6 +132,7 @@ class Edit(LiveEdit):
         again: Again | None = None,
         flags: dict[str, None] | None = None,
     ) -> None:
+        check_seed(None if again is None else again.keywords.get("seed"), "seed")
         self.make, self.known, self.together, self.again = make, known, together, again
         self.pool, self.flags = tuple(pool), {} if flags is None else flags
         super().__init__(view, make(known), heads)
@@ -166,7 +168,8 @@ def derangement(prompts: int, seed: int) -> Int[Tensor, " batch"]:
     >>> sorted(order.tolist()), bool((order == torch.arange(5)).any())
     ([0, 1, 2, 3, 4], False)
     """
-    order = torch.randperm(prompts, generator=torch.Generator().manual_seed(seed))
+    check_seed(seed, "seed")
+    order = torch.randperm(prompts, generator=torch.Generator().manual_seed(int(seed)))
     other = torch.empty_like(order)
     other[order] = order.roll(1)
     return other

@@ -25,7 +25,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry.base import checks
-from tl_geometry.base.errors import UnsupportedModelError, require
+from tl_geometry.base.errors import UnsupportedModelError, check_seed, require
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
 from tl_geometry.interventions.prompts import Edit
 from tl_geometry.interventions.terms import HeadsLike, edit_of_scores, heads_by_layer
@@ -82,6 +82,7 @@ def surrogate(
     ...     logits = model(windows.tokens)
     """
     view = as_view(model)
+    check_seed(seed, "seed")
     checks.choice(part, PARTS, "part")
     rotary = view.position == "rotary"
     fits, expected = part in OF_ROTARY or not rotary, "a W_QK that is one matrix for all offsets"
@@ -134,6 +135,6 @@ def directions(
     V = V[:, : min(rank, pos_rank)]
     if seed is None:
         return V
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(int(seed))
     draw = torch.randn(V.shape, generator=generator, dtype=torch.float64).to(V)
     return torch.linalg.qr(remove_mean(draw.mT, norm_type).mT).Q

@@ -24,7 +24,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tl_geometry.base import checks
-from tl_geometry.base.errors import require
+from tl_geometry.base.errors import check_seed, require
 from tl_geometry.base.rows import row_center
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
 from tl_geometry.interventions.prompts import Edit, Known, from_another, require_several
@@ -257,6 +257,7 @@ def planes(
     """
     view = as_view(model)
     checks.choice(how, PLANES_HOW, "how")
+    check_seed(draw, "draw")
     wanted: Any = tuple(names) if isinstance(names, list) else names  # a pair of floats is a band
 
     def new(run: RunningHeads) -> Tensor:
@@ -309,7 +310,7 @@ def random_planes(
     expected = f"fewer than all {len(rotated)} rotated planes, and no other, for a control"
     require(fits, "planes", expected=expected, got=f"{count} planes")
     # another seed for each layer and head: 1009 is more than a model has of either
-    generator = torch.Generator().manual_seed((seed * 1009 + layer) * 1009 + head)
+    generator = torch.Generator().manual_seed((int(seed) * 1009 + layer) * 1009 + head)
     drawn = chosen
     while torch.equal(drawn, chosen):
         drawn = torch.zeros_like(chosen)

@@ -99,8 +99,7 @@ def faithfulness_curve(
     require(few, "results", expected=expected, got=len(named))
     for each in named.values():
         draw.require_result(each, Faithfulness, "results", "faithfulness(model, prompts, scores)")
-    # a chosen set has complements, and is one point
-    units = {"sets" if r.complements is not None else r.unit for r in named.values()}
+    units = {"sets" if r.chosen else r.unit for r in named.values()}  # a chosen set is one point
     single, expected = len(units) == 1 and "sets" not in units, "curves of edges, or of nodes"
     require(single, "results", expected=expected, got=", ".join(sorted(units)))
     unit = units.pop()

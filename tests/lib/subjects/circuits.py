@@ -130,8 +130,8 @@ def faithful(f: Any) -> Answers:
     found |= {"metric": f.metrics, "metric, clean": f.clean}
     found |= {"metric, counterfactual": f.counterfactual, "f of random circuits": f.random_f}
     found |= interval("f", f.f)
-    if f.complements is not None:
-        return found | interval("f of the complement", f.completeness)
+    if f.chosen:
+        return found
     found |= interval("CPR", f.cpr) | interval("CMD", f.cmd)
     return found | {"CPR of random circuits": f.random_cpr}
 
@@ -155,18 +155,13 @@ def composed(c: Any) -> Answers:
 
 
 def featured(f: Any) -> Answers:
-    """Shares of features on query and key side, and of pairs of features."""
-    order = f.pairs[:, :, 0] * 1000 + f.pairs[:, :, 1]
-    by_name = order.argsort(1)
+    """Shares of features on query and key side."""
     return {
         "heads": labels(f.heads),
         "parts": list(f.parts),
         "features": f.feature_ids,
         "cs by side": f.cs,
         "gs by side": f.gs,
-        "pairs of features": order.gather(1, by_name),
-        "cs of pairs": f.pair_cs.gather(1, by_name),
-        "gs of pairs": f.pair_gs.gather(1, by_name),
         "share not explained": f.unexplained,
     }
 
@@ -300,7 +295,6 @@ SUBJECTS = (
         answers=faithful,
         variants={
             "edges": {},
-            "writers": {"nodes": True, "fractions": (0.3, 0.6, 0.9)},
             "chosen heads": {"circuit": ["L0H1", "L1H0", "L1H2"]},
         },
         order={"metric": 1, "metric, *": 0},

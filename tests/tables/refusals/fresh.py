@@ -287,7 +287,6 @@ ROWS: tuple[Row, ...] = (
         name="8 a graph of a logit before its cap",
         call=capped,
         holds=lambda s, graph: "cap" in f"{graph} {flags(graph)}".lower(),
-        today="only pages say so",
     ),
     Row(
         name="9 a metric whose gradient is NaN",
@@ -299,7 +298,6 @@ ROWS: tuple[Row, ...] = (
             method="gradient",
         ),
         what="metric",
-        today="all scores are NaN",
     ),
     Row(
         name="10 a loader that puts positions first",

@@ -14,7 +14,7 @@ import torch
 
 import tl_geometry as tlg
 from tests.tables.refusals.changed_models import adapted, made, with_text
-from tests.tables.refusals.fresh import QUIET, STOPS
+from tests.tables.refusals.fresh import QUIET
 from tests.tables.refusals.row import NAN, Row, Scene
 from tl_geometry import circuits, interventions, scores
 
@@ -217,14 +217,12 @@ ROWS: tuple[Row, ...] = (
         name="20 a share in words",
         call=lambda s: traced(s.model, s.ids[:1, :6], keep="0.5"),
         what="keep",
-        today=STOPS,
     ),
     Row(
         name="20 a generator of graphs",
         call=averaged,
         what="graphs",
         either=True,
-        today=STOPS,
     ),
     Row(
         name="20 one fraction",
@@ -239,7 +237,6 @@ ROWS: tuple[Row, ...] = (
         ),
         what="fraction",
         either=True,
-        today=STOPS,
     ),
     Row(
         name="20 projected embeddings",

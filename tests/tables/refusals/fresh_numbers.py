@@ -65,6 +65,18 @@ NUMBERS: dict[str, tuple[Callable[[Scene, Any], Any], str]] = {
         ),
         "draws",
     ),
+    "composition draws": (
+        lambda s, n: tlg.composition(s.model, s.ids, heads="L1H0", draws=n, **QUIET),
+        "draws",
+    ),
+    "composition drop": (
+        lambda s, n: tlg.composition(s.model, s.ids, heads="L1H0", draws=2, drop=n, **QUIET),
+        "drop",
+    ),
+    "heads seed": (
+        lambda s, n: s.logits(interventions.heads(s.model, "L1H0", by="prompt", seed=n)),
+        "seed",
+    ),
 }
 TAKEN = {"numpy": np.int64(2), "a tensor": torch.tensor(2)}
 REFUSED = {"true": True, "a float": 2.0, "a string": "2"}
