@@ -44,12 +44,9 @@ KINDS = ("llama", "gpt2", "embedded")
 """Where subjects are looked for: most in the first, what it lacks in the others."""
 LINES = "a\nb\r\tc"
 ALIASES = "a result hands out the arrays that it answers from"
-OPEN = (
-    *("decomposition", "scores", "circuits", "weights", "sphere", "flow"),
-    "interventions",
-)
+OPEN = ("decomposition", "scores", "circuits", "interventions")
 """Packages whose results do: to be mended where each is rewritten."""
-CLOSED = ("models", "base")
+CLOSED = ("models", "base", "weights", "sphere", "flow")
 OWN_WORDS = {"PositionContext", "ScoreSplit"}
 """Results that print their corpus as it is, hostile or not: to be mended with their packages."""
 FEWEST = 20

@@ -250,7 +250,7 @@ def contextual(w: World, variant: str, answers: Answers) -> Expected:
     cosines = [geometry.incoherence(p.pos, p.ctx) for p in parts]
     found = {
         f"measure.incoherence_{name}": np.array([getattr(c, name) for c in cosines])
-        for name in ("max", "avg", "rms", "signed")
+        for name in ("max", "avg", "rms")
     }
     if variant == "documents":
         labels = [row[1] % 4 for row in w.corpus.tolist()]
