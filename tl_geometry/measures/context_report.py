@@ -245,6 +245,9 @@ def contextual_report(
 
 
 MEASURES = {"position": position_states, "context": context_states}
+OF_ONE_BASIS = ("fracture_at", "relative_norm_reference")
+"""Measures without a curve: the mean of a position over blocks says nothing, and by the raw norm of
+the whole corpus the curve of ``relative_norm`` would only be repeated."""
 
 
 def learning_curve(basis: PositionContext, of: str = "position", **options: Any) -> Table:
@@ -283,7 +286,7 @@ def learning_curve(basis: PositionContext, of: str = "position", **options: Any)
     contexts = torch.tensor([n for n, _ in levels]).repeat_interleave(len(basis.states))
     columns = {"contexts": contexts, "state": torch.tensor(basis.states).repeat(len(levels))}
     for name in by_state[0]:
-        if name != "fracture_at":  # a position, whose mean over blocks says nothing
+        if name not in OF_ONE_BASIS:
             means = [values[name][rows].mean() for _, rows in levels for values in by_state]
             columns[name] = torch.stack(means)
     return table_of(basis, columns, flags, "")

@@ -40,10 +40,8 @@ def explained_ratio(
     >>> float(explained_ratio(torch.tensor([3.0, 1.0, 0.0]), 1))
     0.75
     """
-    s = singular_values
-    leading = (
-        torch.arange(s.shape[-1], device=s.device) < torch.as_tensor(r, device=s.device)[..., None]
-    )
+    s, first = singular_values, torch.as_tensor(r, device=singular_values.device)
+    leading = torch.arange(s.shape[-1], device=s.device) < first.unsqueeze(-1)
     return ratio((s * leading).sum(-1), s.sum(-1))
 
 
