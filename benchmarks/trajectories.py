@@ -92,10 +92,8 @@ def simulation(size: str) -> list[Row]:
     )
     last = float(layers)
     rows = model.simulate(x, [last])[0, :, 0]
-    mean, spread = (
-        model.transition(1.0, last) @ x[0],
-        model.noise_covariance(1.0, last).diagonal().sqrt(),
-    )
+    mean, covariance = model.moments(x[0], torch.zeros(d, d).double(), 1.0, last)
+    spread = covariance.diagonal().sqrt()
     error = float(((rows.mean(0) - mean).abs() / spread).max() * paths**0.5)
     assert error < 6, error
     every, chosen = (

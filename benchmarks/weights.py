@@ -77,14 +77,12 @@ def geometry(
     """Structure, joint fit and exact null of W_QK and W_OV of every layer."""
     out = []
     for l, (w, norm) in enumerate(model):
-        for matrix, right in (("QK", None), ("OV", bases[l + 1])):
+        for matrix, right in (("QK", bases[l]), ("OV", bases[l + 1])):
             f = bilinear.fold(w, norm, matrix)
             k = min(K, bases[l].shape[1])
             s = bilinear.structure(f, bases[l], right, k=k)
-            fit = low_rank_diagonal.fit_low_rank_diagonal(
-                f, bases[l][:, :k], None if right is None else right[:, :k]
-            )
-            out.append((s, fit, bilinear.haar_null(f, k, one_basis=right is None)))
+            fit = low_rank_diagonal.fit_low_rank_diagonal(f, bases[l][:, :k], right[:, :k])
+            out.append((s, fit, bilinear.haar_null(f, k, one_basis=matrix == "QK")))
     return out
 
 

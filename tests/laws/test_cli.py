@@ -144,6 +144,13 @@ def test_trace_writes_the_graph_of_the_function(tmp_path: Path) -> None:
     refused = CliRunner().invoke(app, ["trace", PROMPT, "--answer", " w", "--out", str(out)])
     assert "--force" in str(refused.exception)
     run("trace", PROMPT, *options, "--out", out, "--force")
+    # a carriage return within a token ends no row
+    text = "x = 1\r\ny = x"
+    run("trace", text, "--answer", " w", "--out", tmp_path / "lines")
+    written = pd.read_csv(tmp_path / "lines" / "tokens.csv", keep_default_na=False)["token"]
+    found = tlg.trace_logit(model, text, " w").tokens().df["token"]
+    assert written.tolist() == found.tolist()
+    assert any("\r" in token for token in found)
 
 
 @pytest.mark.slow

@@ -93,9 +93,6 @@ def test_noise_laws_recover_their_parameters(law: str, alpha: float, rate: float
 
 
 def test_isotropy_accepts_isotropic_noise_and_sees_each_violation() -> None:
-    p = [noise.isotropy_tests(normal(40, 80, seed=s))["sphericity_p"] for s in range(40)]
-    assert 0.2 < float(np.mean(p)) < 0.8
-    assert sum(v < 0.05 for v in p) <= 6
     x = normal(300, 20, seed=1)
     round_ = noise.isotropy_tests(x)
     assert round_["correlation"] / round_["correlation_chance"] == pytest.approx(1, abs=0.1)
@@ -105,7 +102,6 @@ def test_isotropy_accepts_isotropic_noise_and_sees_each_violation() -> None:
     assert round_["correlation"] == pytest.approx(np.abs(C[~np.eye(20, dtype=bool)]).mean())
     found = noise.isotropy_tests(torch.cat([3 * x[:, :1], x[:, 1:]], dim=1))
     assert found["variance_cv"] > 3 * found["variance_cv_chance"]
-    assert found["sphericity_p"] < 1e-3
     found = noise.isotropy_tests(x + 2 * x[:, :1])
     assert found["correlation"] > 3 * found["correlation_chance"]
     assert noise.isotropy_tests(x**3)["gaussian_rejected"] == 1
@@ -148,7 +144,9 @@ def test_the_planted_layer_is_the_only_anomaly() -> None:
 
 def langevin(alpha: float = 0.3, rate: float = 0.4) -> tuple[flow.LangevinModel, Tensor]:
     X = normal(40, 4, 3) * torch.tensor([1.0, 1.5, 1.2, 2.0])[:, None]
-    return flow.LangevinModel.fit(X, noise=(alpha, rate)), X
+    about = Provenance()
+    paths = Trajectories(X=X, states=(1, 2, 3, 4), position=-1, provenance=about)
+    return flow.LangevinModel.fit(paths, noise=(alpha, rate)), X
 
 
 def test_samples_have_the_moments_and_seeds_decide() -> None:
@@ -207,7 +205,6 @@ def test_held_out_numbers_are_those_of_the_map_of_one_part_on_the_other() -> Non
     in_sample = train.residuals()
     assert report.column("r2_in") == pytest.approx(in_sample.column("r2"))
     assert {"error_ridge", "error_identity"} < set(report.names), "always beside"
-    assert "sphericity_p" not in report.names
     assert flow.fit_noise_law(report) == flow.fit_noise_law(in_sample)
     few = flow.flow_report(paths().pick(torch.arange(24)))
     assert any("fewer than the" in flag for flag in few.provenance.flags)

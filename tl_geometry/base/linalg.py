@@ -119,6 +119,15 @@ def dct_matrix(positions: int, dtype: torch.dtype = torch.float64) -> Float[Tens
     return torch.from_numpy(scipy.fft.dct(np.eye(positions), axis=0, norm="ortho")).to(dtype)
 
 
+def ratio(part: Tensor, whole: Tensor) -> Tensor:
+    """``part / whole``, NaN where the whole is zero.
+
+    >>> ratio(torch.tensor([1.0, 0.0]), torch.tensor([2.0, 0.0])).tolist()
+    [0.5, nan]
+    """
+    return torch.where(whole > 0, part / whole, torch.nan)
+
+
 def stable_rank(singular_values: Values) -> Float[Tensor, "*batch"]:
     """Stable rank ``sum s_i^2 / s_1^2`` of a matrix with singular values ``s`` (NaN when all are
     zero).

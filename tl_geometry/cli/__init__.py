@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from csv import QUOTE_NONNUMERIC
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -211,7 +212,8 @@ def trace(
     file = graph.to_json()
     file["metadata"]["slug"] = "graph"  # circuit-tracer's server looks for the file of this name
     tables = {"nodes": graph.nodes, "edges": graph.edges, "tokens": graph.tokens().df}
-    texts = {f"{key}.csv": table.to_csv(index=False) for key, table in tables.items()}
+    quoted = QUOTE_NONNUMERIC  # a carriage return would end the row of a bare text
+    texts = {f"{key}.csv": x.to_csv(index=False, quoting=quoted) for key, x in tables.items()}
     texts["graph.json"] = json.dumps(file, allow_nan=False)
     texts["graph-metadata.json"] = json.dumps({"graphs": [file["metadata"]]}, allow_nan=False)
     for key, text in texts.items():

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import pandas as pd
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -21,7 +22,7 @@ from tl_geometry.base.tables import Table
 from tl_geometry.corpus.sources import as_tokens
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.flow import ensemble as paths
-from tl_geometry.flow.maps import AlignedBases, Map, MapsFrom, flow_map, map_names, top_directions
+from tl_geometry.flow import maps
 from tl_geometry.flow.pilots import Edit, Pilot, pilots
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
@@ -32,9 +33,6 @@ from tl_geometry.models.reader import as_view
 GRID = (2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 640, 768, 896, 1024)
 """Published values of K. Those not below the rank of the aligned bases are left out, and the rank
 itself is added."""
-MAP_TYPES = ("flow", "linear", "ridge", "shift", "identity", "mean")
-"""Maps that replace blocks: the published flow, and baselines of
-:class:`tl_geometry.flow.maps.MapsFrom`."""
 SKIPS, STARTS = (1, 2, 4), 6
 """Numbers of consecutive blocks that are skipped unless pairs are given, and from how many evenly
 spaced starts each: 18 pairs of states in a model of 30 blocks."""
@@ -44,11 +42,6 @@ NEAR_CHANCE = 0.75
 """Share of ``ln(d_vocab)``, the loss of a uniform guess, above which a model is flagged: it does
 not predict this text, so that skipping blocks may even lower its loss. Trained models are below
 half."""
-COSTS = (
-    *("map_type", "from_layer", "to_layer", "skipped", "kl", "kl_se", "top1", "top5"),
-    *("loss_increase", "own_loss", "train", "test"),
-)
-"""Columns of :func:`skip_costs`."""
 Pair = tuple[int, int]
 """States a < b: a map of state a replaces state b."""
 Job = tuple[Pair, str]
@@ -113,7 +106,7 @@ def truncation_kl(
     fits = bool(grid) and grid[0] >= 1 and grid[-1] <= aligned.rank
     expected, instead = f"1 to {aligned.rank} directions", "more trajectories"
     require(fits, "K", expected=expected, got=grid, instead=instead)
-    edits = {s: _projection(view, aligned, ensemble.row(s), grid) for s in states}
+    edits = {s: _projection(view, aligned, ensemble.states.index(s), grid) for s in states}
     measured, baseline, previous = [], [], None
     bar = {"total": len(rows), "disable": not progress, "desc": "truncation", "unit": "chunk"}
     for pilot in tqdm(pilots(view, rows.tokens, batch_size), **bar):
@@ -133,17 +126,15 @@ def truncation_kl(
         "claimed": not few,
     }
     kl, reverse, top1, top5 = found.mean(1)
-    numbers = {"kl": kl, "kl_se": found[0].std(0) / len(rows) ** 0.5, "kl_reverse": reverse}
-    numbers |= {"top1": top1, "top5": top5}
-    columns = zip(*(x.tolist() for x in numbers.values()), strict=True)
-    pairs = zip(grid, columns, strict=True)
-    table = [{"K": k, **dict(zip(numbers, row, strict=True)), **about} for k, row in pairs]
+    error = found[0].std(0) / len(rows) ** 0.5
+    numbers = {"kl": kl, "kl_se": error, "kl_reverse": reverse, "top1": top1, "top5": top5}
+    table = pd.DataFrame({"K": grid, **{name: x.tolist() for name, x in numbers.items()}, **about})
     flags = ["chunks of the directions not known"] if fitted is None else []
     flags += ["directions fitted on the same chunks"] if shared else []
     flags += [f"{flag}: no K is claimed" for flag in few]
     provenance = view.provenance(rows, window=(0, rows.length), sources=paths.SOURCE)
     chance = "baseline_mean is the KL between unrelated outputs, those on consecutive chunks."
-    return paths.table_of(table, provenance.flagged(*ensemble.provenance.flags, *flags), chance)
+    return Table.of(table, provenance.flagged(*ensemble.provenance.flags, *flags), chance=chance)
 
 
 def directions_needed(curve: Table, share: float = 0.1) -> int | None:
@@ -162,10 +153,12 @@ def directions_needed(curve: Table, share: float = 0.1) -> int | None:
     return min((row[0] for row in enough), default=None)
 
 
-def _projection(view: ModelView, aligned: AlignedBases, row: int, grid: tuple[int, ...]) -> Edit:
+def _projection(
+    view: ModelView, aligned: maps.AlignedBases, row: int, grid: tuple[int, ...]
+) -> Edit:
     """Keeps the first row, the model's own, of states ``[row d_model]`` and projects the others on
     K directions each; the first time it makes them of the one row."""
-    U = top_directions(aligned, row, grid[-1]).to(view.device, view.dtype)
+    U = maps.top_directions(aligned, row, grid[-1]).to(view.device, view.dtype)
     # one product for all K: directions beyond K are masked
     kept = (torch.arange(grid[-1]) < torch.tensor(grid)[:, None]).to(view.device, view.dtype)
 
@@ -228,7 +221,7 @@ def skip_costs(
     """
     view = as_view(model)
     require_output(view, "skip_costs")
-    types, chosen = map_names(map_types, MAP_TYPES), _pairs(view.n_layers, pairs)
+    types, chosen = maps.map_names(map_types, ("flow", *maps.MAPS)), _pairs(view.n_layers, pairs)
     rows = as_tokens(view, tokens, prepend_bos=prepend_bos)
     expected = "at least 3 tokens (the last is a target)"
     require(rows.length >= 3, "tokens", expected=expected, got=rows.length)
@@ -243,27 +236,28 @@ def skip_costs(
     if count:
         flags += (f"{count} of {len(rows)} test chunks left out: maps are fitted on them",)
         rows = rows[~same]
-    maps = _fit(ensemble, [(pair, kind) for kind in types for pair in chosen])
-    items, found = list(maps.items()), []
+    jobs = [(pair, kind) for kind in types for pair in chosen]
+    fitted = _fit(ensemble, jobs)
+    items, found = list(fitted.items()), []
     parts = [dict(items[i : i + VARIANTS]) for i in range(0, len(items), VARIANTS)]
     bar = tqdm(rows.tokens[:, -1], disable=not progress, desc="skipping", unit="chunk")
     for pilot, target in zip(pilots(view, rows.tokens[:, :-1], batch_size), bar, strict=True):
         found.append(torch.cat([_measure(pilot, target, part) for part in parts]))
-    costs = torch.stack(found)
-    errors, own_loss = costs[..., 0].std(0) / len(rows) ** 0.5, float(costs[:, 0, -1].mean())
-    by_job = dict(zip(maps, zip(costs.mean(0).tolist(), errors.tolist(), strict=True), strict=True))
-    cells = []
-    for kind, (a, b) in itertools.product(types, chosen):
-        (kl, *others, own), error = by_job[(a, b), kind]
-        cells.append((kind, a, b, b - a, kl, error, *others, own, len(ensemble), len(rows)))
-    chance = math.log(view.d_vocab)
+    place = {job: i for i, job in enumerate(fitted)}
+    costs = torch.stack(found)[:, [place[job] for job in jobs]]
+    kl, top1, top5, increase, own = costs.mean(0).T.tolist()
+    error = (costs[..., 0].std(0) / len(rows) ** 0.5).tolist()
+    cells = [(kind, a, b, b - a) for (a, b), kind in jobs]
+    table = pd.DataFrame(cells, columns=["map_type", "from_layer", "to_layer", "skipped"])
+    table = table.assign(kl=kl, kl_se=error, top1=top1, top5=top5, loss_increase=increase)
+    table = table.assign(own_loss=own, train=len(ensemble), test=len(rows))
+    own_loss, chance = own[0], math.log(view.d_vocab)
     if own_loss > NEAR_CHANCE * chance:
         text = f"the model's own loss, {own_loss:.2f} nats, is near chance ({chance:.2f})"
         flags += (f"{text}: is BOS missing?",)
     provenance = view.provenance(rows, window=(0, rows.length), sources=paths.SOURCE)
     null = "The map 'mean' forgets the state: what every other must beat."
-    provenance = provenance.flagged(*flags)
-    return Table(names=COSTS, cells=tuple(cells), provenance=provenance, chance=null)
+    return Table.of(table, provenance.flagged(*flags), chance=null)
 
 
 def _pairs(n_layers: int, pairs: Sequence[Pair] | str | None) -> list[Pair]:
@@ -283,32 +277,35 @@ def _pairs(n_layers: int, pairs: Sequence[Pair] | str | None) -> list[Pair]:
     return sorted(chosen, key=lambda pair: (pair[1] - pair[0], pair))
 
 
-def _fit(ensemble: paths.Trajectories, jobs: list[Job]) -> dict[Job, Map]:
+def _fit(ensemble: paths.Trajectories, jobs: list[Job]) -> dict[Job, maps.Map]:
     """The map of every job, in float64 on the CPU, sorted by the state that it replaces."""
-    maps: dict[Job, Map] = {}
-    starts: dict[int, MapsFrom] = {}
+    fitted: dict[Job, maps.Map] = {}
+    starts: dict[int, maps.MapsFrom] = {}
+    X = vars(ensemble)["X"].unbind(1)  # no copy
     for (a, b), kind in sorted(jobs, key=lambda job: job[0][::-1]):
-        i, j = ensemble.row(a), ensemble.row(b)
+        i, j = (ensemble.states.index(state) for state in (a, b))
         if kind == "flow":
-            maps[(a, b), kind] = flow_map(ensemble.aligned_bases, i, j)
+            fitted[(a, b), kind] = maps.flow_map(ensemble.aligned_bases, i, j)
         else:
-            start = starts[i] = starts.get(i) or MapsFrom(ensemble.X[:, i])
-            maps[(a, b), kind] = start.to(ensemble.X[:, j], kind)
-    return maps
+            start = starts[i] = starts.get(i) or maps.MapsFrom(X[i])
+            fitted[(a, b), kind] = start.to(X[j], kind)
+    return fitted
 
 
-def _measure(pilot: Pilot, target: Tensor, maps: Mapping[Job, Map]) -> Float[Tensor, "row column"]:
+def _measure(
+    pilot: Pilot, target: Tensor, part: Mapping[Job, maps.Map]
+) -> Float[Tensor, "row column"]:
     """KL(own | replaced), whether the most likely tokens agree, the share of five that do, the
     increase of the loss, and the model's own loss, a row for each map on one chunk."""
     clean: dict[int, Tensor] = {}
 
     def edit(h: Tensor, state: int) -> Tensor:
         clean[state] = h[:1].double().cpu()
-        ending = [layer_map(clean[a]) for ((a, b), _), layer_map in maps.items() if b == state]
+        ending = [layer_map(clean[a]) for ((a, b), _), layer_map in part.items() if b == state]
         return torch.cat([h, *(moved.to(h) for moved in ending)])
 
-    edits = {s: partial(edit, state=s) for s in sorted({s for pair, _ in maps for s in pair})}
-    log_probs = pilot(edits, 1 + len(maps))
+    edits = {s: partial(edit, state=s) for s in sorted({s for pair, _ in part for s in pair})}
+    log_probs = pilot(edits, 1 + len(part))
     own, changed = log_probs[:1], log_probs[1:]
     compared = distances(changed, own.expand_as(changed))
     losses = token_losses(log_probs, target.expand(len(log_probs)))

@@ -6,11 +6,12 @@ held-out chunks and its shape (straight, parallel, outlying) are here too."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
+import pandas as pd
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -18,8 +19,8 @@ from tqdm.auto import tqdm
 
 from tl_geometry.base.checks import finite, index, indices
 from tl_geometry.base.errors import fail, require
-from tl_geometry.base.linalg import normalize_rows
-from tl_geometry.base.results import Provenance, Result
+from tl_geometry.base.linalg import normalize_rows, ratio
+from tl_geometry.base.results import Guarded, Result
 from tl_geometry.base.tables import Table
 from tl_geometry.corpus.sources import as_tokens
 from tl_geometry.corpus.token_windows import TokensLike, begins_with_bos
@@ -40,15 +41,12 @@ MAD_TO_SD = 1.4826
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Trajectories(Result):
+class Trajectories(Guarded, Result):
     """Paths of one token per chunk: ``X [trajectory state d_model]``, by default the outputs of all
     blocks (states 1 to n_layers), before the final norm.
 
     ``position`` is the position of the token followed: -1 the last ("pilot") token, 0 the [CLS]
-    token of an encoder. ``tokens`` are the chunks, ``labels`` their documents. ``post_norm`` is the
-    last state after the model's own final norm, where it was asked for. It equals Hugging Face's
-    last hidden state, except for processed models (flagged), whose norm has its gain and bias
-    folded into the unembedding.
+    token of an encoder. ``tokens`` are the chunks, ``labels`` their documents.
     """
 
     X: Float[Tensor, "trajectory state d_model"]
@@ -56,28 +54,17 @@ class Trajectories(Result):
     position: int
     tokens: Int[Tensor, "trajectory position"] | None = None
     labels: Int[Tensor, " trajectory"] | None = None
-    post_norm: Float[Tensor, "trajectory d_model"] | None = None
 
     def __len__(self) -> int:
-        return len(self.X)
-
-    @property
-    def times(self) -> Float[Tensor, " state"]:
-        """Layers as times of the flow: 1 for the output of the first block."""
-        return torch.tensor(self.states, dtype=torch.float64)
-
-    def row(self, state: int) -> int:
-        """Index of a state along the state axis of ``X``."""
-        require(state in self.states, "state", expected=f"one of {self.states}", got=state)
-        return self.states.index(state)
+        return len(vars(self)["X"])
 
     def pick(self, rows: Int[Tensor, " sample"] | Sequence[int]) -> Trajectories:
         """Some of the trajectories, in the given order (for instance without the outliers)."""
         rows = torch.as_tensor(rows)
-        optional = {n: getattr(self, n) for n in ("tokens", "labels", "post_norm")}
+        optional = {n: getattr(self, n) for n in ("tokens", "labels")}
         chosen = {n: None if v is None else v[rows] for n, v in optional.items()}
         provenance = replace(self.provenance, contexts=len(rows))
-        return replace(self, X=self.X[rows], provenance=provenance, **chosen)
+        return replace(self, X=vars(self)["X"][rows], provenance=provenance, **chosen)
 
     def split(self, share: float = 0.5, *, seed: int = 0) -> tuple[Trajectories, Trajectories]:
         """Two disjoint parts, the first with about ``share`` of the trajectories; with at least two
@@ -102,38 +89,40 @@ class Trajectories(Result):
         require(not bool(in_first.all()), "split", expected=expected, got=got)
         return self.pick(in_first.nonzero()[:, 0]), self.pick((~in_first).nonzero()[:, 0])
 
-    def after_norm(self) -> Trajectories:
-        """The same ensemble with the last state after the final norm, as published for Llama and
-        Mistral (see ``post_norm``)."""
-        if self.post_norm is None:
-            instead = "trajectories(..., post_norm=True)"
-            fail("post_norm", expected="the last state after the norm", got="none", instead=instead)
-        X = torch.cat([self.X[:, :-1], self.post_norm[:, None]], dim=1)
-        return replace(self, X=X, provenance=self.provenance.flagged(AFTER_NORM))
+    def after_norm(self, model: ModelLike) -> Trajectories:
+        """The same ensemble with the last state after the model's final norm, as published for
+        Llama and Mistral.
+
+        It equals Hugging Face's last hidden state, except for processed models (flagged), whose
+        norm has its gain and bias folded into the unembedding. Raises ``GeometryError`` for another
+        model, for one without a final norm, and for an ensemble without the last state before it.
+        """
+        view = as_view(model)
+        norm = view.final_norm() if view.causal else None
+        same = view.fingerprint == self.provenance.fingerprint and view.n_layers in self.states
+        if norm is None or not same or AFTER_NORM in self.provenance.flags:
+            expected = "the last state before the final norm of the same decoder"
+            fail("after_norm", expected=expected, got=f"states {self.states} of {view.name}")
+        X = self.X  # a copy
+        X[:, -1] = norm.apply(X[:, -1].to(norm.gain)).to(X)
+        flags = (AFTER_NORM, FOLDED) if view.processed else (AFTER_NORM,)
+        return replace(self, X=X, provenance=self.provenance.flagged(*flags))
 
     @cached_property
     def aligned_bases(self) -> AlignedBases:
         """Singular directions and values of each state, aligned greedily."""
-        return fit_aligned_bases(self.X)
+        return fit_aligned_bases(vars(self)["X"])
 
     def residuals(self) -> Table:
         """What rotation and stretch leave of this same ensemble: a row per pair of states with
         :func:`tl_geometry.flow.maps.residual_statistics` and
         :func:`tl_geometry.flow.maps.score_map` (held out: :func:`tl_geometry.flow_report`)."""
-        rows: list[dict[str, Any]] = []
-        for i, j in itertools.combinations(range(len(self.states)), 2):
-            found, _ = maps.measured(
-                maps.flow_map(self.aligned_bases, i, j), self.X[:, i], self.X[:, j]
-            )
+        X, rows = vars(self)["X"].unbind(1), []  # no copy
+        for i, j in itertools.combinations(range(len(X)), 2):
+            found, _ = maps.measured(maps.flow_map(self.aligned_bases, i, j), X[i], X[j])
             rows.append({"start": self.states[i], "end": self.states[j], **found})
         chance = "In-sample errors: 0 where rotation and stretch explain all."
-        return table_of(rows, self.provenance, chance)
-
-
-def table_of(rows: Sequence[Mapping[str, Any]], provenance: Provenance, chance: str) -> Table:
-    """A table of rows by column name."""
-    cells = tuple(tuple(row.values()) for row in rows)
-    return Table(names=tuple(rows[0]), cells=cells, provenance=provenance, chance=chance)
+        return Table.of(pd.DataFrame(rows), self.provenance, chance=chance)
 
 
 def require_fitting(
@@ -188,7 +177,6 @@ def trajectories(
     *,
     position: int | None = None,
     states: Iterable[int] | int | None = None,
-    post_norm: bool = False,
     batch_size: int | None = None,
     prepend_bos: bool | None = None,
     labels: Any = None,
@@ -207,9 +195,7 @@ def trajectories(
             causal model, but the first of an encoder, whose last token summarises the text no more
             than any other.
         states: which states, one or several, in increasing order; by default 1 to n_layers
-            (outputs of the blocks, as published). State 0 is the embedding.
-        post_norm: also keep the last state after the final norm (see
-            :meth:`Trajectories.after_norm`).
+            (outputs of the blocks before the final norm). State 0 is the embedding.
         batch_size: chunks of one forward pass, by default about 4,096 tokens on a CPU, 16,384 on a
             GPU.
 
@@ -229,8 +215,6 @@ def trajectories(
     states = range(1, view.n_layers + 1) if states is None else states
     chosen = indices(states, view.n_layers + 1, "states")
     require(list(chosen) == sorted(chosen), "states", expected="increasing states", got=chosen)
-    expected = f"states that include the last one, {view.n_layers}"
-    require(not post_norm or view.n_layers in chosen, "post_norm", expected=expected, got=chosen)
     dtype = torch.promote_types(view.dtype, torch.float32)
     found: list[list[Tensor]] = [[] for _ in chosen]
 
@@ -238,8 +222,7 @@ def trajectories(
         # a copy: a view of one position would hold the memory of all
         into.append(h[:, followed].to("cpu", dtype, copy=True))
 
-    names = [view.state_hooks[s] for s in chosen]
-    hooks = {name: partial(keep, into=into) for name, into in zip(names, found, strict=True)}
+    hooks = {view.state_hooks[s]: partial(keep, into=x) for s, x in zip(chosen, found, strict=True)}
     batches = rows.tokens.split(batch_of(batch_size, rows.length, view.device))
     for batch in tqdm(batches, unit="batch", disable=not progress, desc=view.name):
         view.run(batch, hooks)
@@ -248,16 +231,7 @@ def trajectories(
     finite(X.sum(1), "states of the followed token")
     flags = ["first token followed"] if followed == 0 else []
     if followed and not view.causal:
-        summary = "it does not gather the text before it"
-        flags.append(f"a token of an encoder is not a pilot: {summary}")
-    normed = None
-    if post_norm:
-        norm = view.final_norm() if view.causal else None
-        if norm is None:
-            expected, got = "a decoder with a final norm", f"{view.class_name} {view.name}"
-            fail("post_norm", expected=expected, got=got, instead="post_norm=False")
-        normed = norm.apply(X[:, -1].to(norm.gain)).to(X)
-        flags += [FOLDED] if view.processed else []
+        flags.append("a token of an encoder does not gather the text before it: no pilot")
     about = view.provenance(rows, window=(0, rows.length), sources=SOURCE, flags=tuple(flags))
     return Trajectories(
         X=X,
@@ -265,7 +239,6 @@ def trajectories(
         position=followed,
         tokens=rows.tokens,
         labels=rows.labels,
-        post_norm=normed,
         provenance=about,
     )
 
@@ -310,7 +283,7 @@ def bundle(X: Float[Tensor, "trajectory state d_model"], *, k: int = 10) -> dict
         kept.append((before[:, :, None] == after[:, None]).any(-1).double().mean())
         before = after
     return {
-        "straightness": torch.where(path_length > 0, net_length / path_length, torch.nan),
+        "straightness": ratio(net_length, path_length),
         "parallel": torch.stack(parallel),
         "neighbours": torch.stack(kept),
         "neighbours_chance": torch.tensor(k / (n - 1), dtype=torch.float64),

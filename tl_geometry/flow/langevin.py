@@ -33,9 +33,8 @@ from torch import Tensor
 
 from tl_geometry.base.checks import describe, finite
 from tl_geometry.base.errors import require
-from tl_geometry.base.results import Provenance, Result
+from tl_geometry.base.results import Guarded, Provenance, Result
 from tl_geometry.flow.ensemble import SOURCE, Trajectories
-from tl_geometry.flow.maps import fit_aligned_bases
 from tl_geometry.flow.noise import NoiseLaw
 
 NODES, WEIGHTS = (torch.from_numpy(v) for v in np.polynomial.legendre.leggauss(16))
@@ -48,7 +47,7 @@ TINY = torch.finfo(torch.float64).tiny
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class LangevinModel(Result):
+class LangevinModel(Guarded, Result):
     """A fitted flow: directions ``U [state d_model rank]`` and singular values ``S`` of the aligned
     bases at ``times`` (layers, 1: output of the first block). The noise has variance
     ``alpha * rate * e^{rate t}`` per layer and direction (``rate`` is lambda). With fewer
@@ -66,36 +65,30 @@ class LangevinModel(Result):
         require(self.alpha * self.rate >= 0, "noise", expected="alpha * lambda >= 0", got=got)
 
     @staticmethod
-    def fit(
-        ensemble: Trajectories | Float[Tensor, "trajectory state d_model"],
-        *,
-        noise: NoiseLaw | tuple[float, float],
-    ) -> LangevinModel:
+    def fit(ensemble: Trajectories, *, noise: NoiseLaw | tuple[float, float]) -> LangevinModel:
         """Fit rotations and stretches to an ensemble: stretches are ratios of singular values (as
         published), so that second moments match without any noise.
 
         Args:
-            ensemble: trajectories, or their states alone, then at times 1, 2, ...
+            ensemble: trajectories.
             noise: a fitted law (:func:`tl_geometry.flow.fit_noise_law`), or ``(alpha, lambda)``.
 
         Raises ``GeometryError`` for a single state and for states that are not finite.
 
-        >>> g = torch.Generator().manual_seed(0)
-        >>> x = torch.randn(50, 1, 3, generator=g, dtype=torch.float64)
-        >>> model = LangevinModel.fit(torch.cat([x, 2 * x], dim=1), noise=(0.0, 0.0))
-        >>> torch.allclose(model.simulate(x[:, 0], [2.0])[0, :, 0], 2 * x[:, 0])
-        True
+        >>> import tl_geometry as tlg
+        >>> windows = tlg.zoo.default_windows(tlg.zoo.embedded(), 16, n=8)
+        >>> paths = tlg.trajectories(tlg.zoo.embedded(), windows, progress=False)
+        >>> model = LangevinModel.fit(paths, noise=(0.0, 0.0))
+        >>> model.simulate(paths.X[:, 0], [1.0, 4.0]).shape  # sample, trajectory, time, d_model
+        torch.Size([1, 8, 2, 128])
         """
         alpha, rate = noise.flow if isinstance(noise, NoiseLaw) else noise
-        known = isinstance(ensemble, Trajectories)
-        X = ensemble.X if known else ensemble
-        times = ensemble.times if known else torch.arange(1.0, X.shape[1] + 1).double()
-        about = ensemble.provenance if known else Provenance(sources=SOURCE, contexts=len(X))
-        aligned, got = fit_aligned_bases(X), X.shape[1]
+        aligned, got = ensemble.aligned_bases, len(ensemble.states)
+        times = torch.tensor(ensemble.states, dtype=torch.float64)
         require(got >= 2, "states", expected="at least two", got=got, instead="more states")
         S = torch.maximum(aligned.S, FLOOR * aligned.S.amax(-1, keepdim=True)).clamp(min=TINY)
         raised = int((aligned.S < S).sum())
-        about = about.flagged(f"{raised} stretches clamped") if raised else about
+        about = ensemble.provenance.flagged(*[f"{raised} stretches clamped"] * bool(raised))
         return LangevinModel(
             U=aligned.U, S=S, times=times, alpha=alpha, rate=rate, provenance=about
         )
@@ -125,14 +118,8 @@ class LangevinModel(Result):
 
     def transition(self, s: float, t: float) -> Float[Tensor, "d_model d_model"]:
         """``Phi = R(t) Sigma(t) Sigma(s)^{-1} R(s)^T``: takes x(s) to x(t) without noise."""
-        first, last = self._rows(s, t)
-        return (self.U[last] * (self.S[last] / self.S[first])) @ self.U[first].mT
-
-    def noise_covariance(self, s: float, t: float) -> Float[Tensor, "d_model d_model"]:
-        """Covariance of ``x(t)`` given ``x(s)``."""
-        _, last = self._rows(s, t)
-        R, S = self.U[last], self.S[last]
-        return (R * (S.square() * self.noise_integral(s, t))) @ R.mT
+        (first, last), U, S = self._rows(s, t), self.U, self.S
+        return (U[last] * (S[last] / S[first])) @ U[first].mT
 
     def moments(
         self,
@@ -143,9 +130,12 @@ class LangevinModel(Result):
     ) -> tuple[Float[Tensor, " d_model"], Float[Tensor, "d_model d_model"]]:
         """Mean and covariance at state ``t`` of an ensemble with the given ones at state ``s``:
         ``Phi m`` and ``Phi C Phi^T`` plus the noise. They solve the Fokker-Planck equation's
-        ``m' = A m``, ``C' = A C + C A^T + alpha lambda e^{lambda t}`` (A the drift)."""
-        Phi = self.transition(s, t)
-        return Phi @ mean, Phi @ covariance @ Phi.mT + self.noise_covariance(s, t)
+        ``m' = A m``, ``C' = A C + C A^T + alpha lambda e^{lambda t}`` (A the drift). With C zero
+        they are those of ``x(t)`` given ``x(s) = m``."""
+        Phi, last = self.transition(s, t), self._rows(s, t)[1]
+        R, S = self.U[last], self.S[last]
+        noise = (R * (S.square() * self.noise_integral(s, t))) @ R.mT
+        return Phi @ mean, Phi @ covariance @ Phi.mT + noise
 
     def simulate(
         self,
@@ -162,12 +152,13 @@ class LangevinModel(Result):
         the co-moving increments: one product per time asked for. The paths are on the device of
         ``x``; random numbers are drawn on the CPU, the same for every device.
         """
-        shaped = finite(x, "start states").dim() == 2 and x.shape[1] == self.U.shape[1]
-        expected, got = f"[trajectory {self.U.shape[1]}]", describe(x)
+        U, S = self.U, self.S
+        shaped = finite(x, "start states").dim() == 2 and x.shape[1] == U.shape[1]
+        expected, got = f"[trajectory {U.shape[1]}]", describe(x)
         require(shaped, "start states", expected=expected, got=got)
         require(samples >= 1 and len(times) > 0, "samples", expected="at least 1", got=samples)
         now, *rows = self._rows(float(self.times[0]) if start is None else start, *times)
-        y = x.to(dtype) @ (self.U[now] / self.S[now]).to(x.device, dtype)
+        y = x.to(dtype) @ (U[now] / S[now]).to(x.device, dtype)
         y = repeat(y, "n rank -> (sample n) rank", sample=samples)
         generator = torch.Generator().manual_seed(seed)
         paths = []
@@ -177,6 +168,6 @@ class LangevinModel(Result):
                 variance = self.noise_integral(float(self.times[now]), float(self.times[row]))
                 gaussian = torch.randn(y.shape, generator=generator, dtype=dtype)
                 y = y + gaussian.to(y) * variance.sqrt().to(y)
-            paths.append(y @ (self.U[row] * self.S[row]).to(y).mT)
+            paths.append(y @ (U[row] * S[row]).to(y).mT)
             now = row
         return rearrange(torch.stack(paths), "time (sample n) d -> sample n time d", sample=samples)

@@ -30,13 +30,14 @@ from torch import Tensor
 from tl_geometry.base.checks import describe, finite, index
 from tl_geometry.base.errors import choice, require
 from tl_geometry.base.linalg import SVD, svd
+from tl_geometry.base.results import Guarded
 
 ALIGNMENTS = ("greedy", "hungarian")
 """How :func:`align_directions` chains singular directions."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class AlignedBases:
+class AlignedBases(Guarded):
     """Aligned bases of all states: ``M_t = U_t diag(S_t) V_t^T``, float64. Directions are the
     columns of ``U``; they are not in the order of their singular values."""
 
@@ -46,7 +47,12 @@ class AlignedBases:
     @property
     def rank(self) -> int:
         """Directions of each basis, ``min(d_model, trajectories)``."""
-        return self.S.shape[-1]
+        return vars(self)["S"].shape[-1]
+
+
+def _bases(aligned: AlignedBases) -> tuple[Tensor, Tensor]:
+    """Directions and singular values as they are: loops over pairs of states copy nothing."""
+    return vars(aligned)["U"], vars(aligned)["S"]
 
 
 def fit_aligned_bases(
@@ -138,11 +144,12 @@ def _continued(similarity: np.ndarray, method: str) -> list[int]:
 
 def top_directions(aligned: AlignedBases, row: int, K: int) -> Float[Tensor, "d_model rank"]:
     """The ``K`` directions of one state with the largest singular values, strongest first."""
-    index(row, len(aligned.S), "state row")
+    U, S = _bases(aligned)
+    index(row, len(S), "state row")
     expected = f"1 to {aligned.rank} directions"
     require(1 <= K <= aligned.rank, "K", expected=expected, got=K, instead="more trajectories")
     # aligned directions are not in the order of their singular values
-    return aligned.U[row][:, aligned.S[row].argsort(descending=True, stable=True)[:K]]
+    return U[row][:, S[row].argsort(descending=True, stable=True)[:K]]
 
 
 MAPS = ("linear", "ridge", "scaled", "shift", "identity", "mean")
@@ -185,9 +192,9 @@ def flow_map(aligned: AlignedBases, start: int, end: int) -> Map:
     >>> torch.allclose(moved.mT @ moved, X[:, 1].mT @ X[:, 1])
     True
     """
-    start, end = index(start, len(aligned.S), "start"), index(end, len(aligned.S), "end")
-    stretch = aligned.S[end] * inverse_values(aligned.S[start])
-    return low_rank(aligned.U[start], stretch, aligned.U[end])
+    U, S = _bases(aligned)
+    start, end = index(start, len(S), "start"), index(end, len(S), "end")
+    return low_rank(U[start], S[end] * inverse_values(S[start]), U[end])
 
 
 PENALTIES = torch.logspace(-10, 2, 49, dtype=torch.float64)

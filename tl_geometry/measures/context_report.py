@@ -37,7 +37,6 @@ CHANCE = (
     "_random: isotropic directions; _flipped: random signs of coordinates; _exchanged: windows "
     "without a context; _shuffled: labels in random order"
 )
-SIMILARITIES = ("intra", "inter", "intra_signed", "inter_signed", "intra_reference")
 Labels = Int[Tensor, "..."] | Sequence[int] | Sequence[str]
 
 
@@ -69,8 +68,7 @@ class ContextState:
             values["overlap"] = contextual.subspace_overlap(pos, ctx[inside], self.rank)
             if self.z is not None:
                 compared = self.chosen[inside[self.chosen]]
-                similar = contextual.cluster_similarity(ctx[compared], self.z[compared])._asdict()
-                values |= {name: similar[name] for name in SIMILARITIES}
+                values |= contextual.cluster_similarity(ctx[compared], self.z[compared])._asdict()
             per_set.append(values)
         return {name: torch.stack([v[name] for v in per_set]) for name in per_set[0]}
 
@@ -110,7 +108,7 @@ class ContextState:
                 found[f"incoherence_{name}", null] = value
         ctx = self.ctx[self.chosen]
         drawn = [contextual.cluster_similarity(ctx, order[self.chosen]) for order in orders]
-        for name in ("intra", "intra_signed", "intra_reference") if drawn else ():
+        for name in ("intra", "intra_reference") if drawn else ():
             found[name, "shuffled"] = torch.stack([getattr(similar, name) for similar in drawn])
         return found
 
@@ -172,7 +170,7 @@ def contextual_report(
 
     Measures:
 
-    - ``incoherence_max``, ``_avg``, ``_rms``, ``_signed`` of pos and ctx (the paper defines the
+    - ``incoherence_max``, ``_avg``, ``_rms`` of pos and ctx (the paper defines the
       maximum and tabulates the average);
     - ``overlap`` of their ``rank`` leading directions, the mean squared cosine of the principal
       angles. Where pos or ctx of some state has fewer directions, all states use that number, with
@@ -181,7 +179,7 @@ def contextual_report(
     With documents (``labels``, or those of the basis) also:
 
     - ``intra`` and ``inter``, the mean |cos| within and between documents, self-pairs left out;
-      ``intra_signed`` and ``inter_signed``; ``intra_reference`` with self-pairs, as published;
+      ``intra_reference`` with self-pairs, as published;
     - ``compactness_cvec`` and ``compactness_raw``, the cluster compactness of the states without
       and with their positional part (NaN and a flag where the within-document covariance is
       singular or second moments are missing).
@@ -246,6 +244,9 @@ def contextual_report(
 
 
 MEASURES = {"position": position_states, "context": context_states}
+OF_ONE_BASIS = ("fracture_at", "relative_norm_reference")
+"""Measures without a curve: the mean of a position over blocks says nothing, and by the raw norm of
+the whole corpus the curve of ``relative_norm`` would only be repeated."""
 
 
 def learning_curve(basis: PositionContext, of: str = "position", **options: Any) -> Table:
@@ -284,7 +285,7 @@ def learning_curve(basis: PositionContext, of: str = "position", **options: Any)
     contexts = torch.tensor([n for n, _ in levels]).repeat_interleave(len(basis.states))
     columns = {"contexts": contexts, "state": torch.tensor(basis.states).repeat(len(levels))}
     for name in by_state[0]:
-        if name != "fracture_at":  # a position, whose mean over blocks says nothing
+        if name not in OF_ONE_BASIS:
             means = [values[name][rows].mean() for _, rows in levels for values in by_state]
             columns[name] = torch.stack(means)
     return table_of(basis, columns, flags, "")

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from scipy.special import betaincinv
 from torch import Tensor
 
-from tl_geometry.base.linalg import normalize_rows, numerical_rank, principal_angles, svd
+from tl_geometry.base.linalg import normalize_rows, numerical_rank, principal_angles, ratio, svd
 
 BLOCK = 1024
 """Contexts whose cosines with all other rows exist at one time: bounds the memory."""
@@ -51,13 +51,12 @@ def cosine_baseline(d_model: int, pairs: int = 1) -> CosineBaseline:
 
 
 class Incoherence(NamedTuple):
-    """Cosines of all (position, context) pairs: largest and mean absolute value, root mean square,
-    signed mean."""
+    """Cosines of all (position, context) pairs: largest and mean absolute value, root mean
+    square."""
 
     max: Float[Tensor, "*batch"]
     avg: Float[Tensor, "*batch"]
     rms: Float[Tensor, "*batch"]
-    signed: Float[Tensor, "*batch"]
 
 
 def incoherence(
@@ -66,7 +65,7 @@ def incoherence(
     """How far positional and context directions are from orthogonal: statistics of cos(pos_t,
     ctx_c) over all pairs.
 
-    ``0 <= |signed| <= avg <= rms <= max <= 1``. The source is ambiguous: section 4 of Song & Zhong
+    ``0 <= avg <= rms <= max <= 1``. The source is ambiguous: section 4 of Song & Zhong
     2023 defines incoherence as the *maximum*, the caption of Table 1 says *average*, and the
     tabulated values (0.04 to 0.3) are only compatible with averages. Their Theorem 2 on kernel
     factorisation needs the maximum. Compare with :func:`cosine_baseline`. NaN where every pair has
@@ -74,21 +73,20 @@ def incoherence(
 
     >>> i = incoherence(torch.eye(2)[:1], torch.tensor([[3.0, 4.0], [0.0, -1.0]]))
     >>> [round(float(x), 3) for x in i]
-    [0.6, 0.3, 0.424, 0.3]
+    [0.6, 0.3, 0.424]
     """
     unit_pos, zero_pos = normalize_rows(pos)
     unit_ctx, zero_ctx = normalize_rows(ctx)
-    sums = torch.zeros(3, *pos.shape[:-2], dtype=pos.dtype, device=pos.device)
+    sums = torch.zeros(2, *pos.shape[:-2], dtype=pos.dtype, device=pos.device)
     largest = torch.zeros_like(sums[0])
     # block by block: cosines of all contexts with all positions never exist at once
     for block in unit_ctx.split(BLOCK, dim=-2):
-        cosine = unit_pos @ block.mT
-        size = cosine.abs()
-        sums += torch.stack([values.sum((-2, -1)) for values in (size, cosine.square(), cosine)])
+        size = (unit_pos @ block.mT).abs()
+        sums += torch.stack([values.sum((-2, -1)) for values in (size, size.square())])
         largest = torch.maximum(largest, size.amax((-2, -1)))
     pairs = (~zero_pos).sum(-1) * (~zero_ctx).sum(-1)
-    avg, square, signed = _ratio(sums, pairs)
-    return Incoherence(torch.where(pairs > 0, largest, torch.nan), avg, square.sqrt(), signed)
+    avg, square = ratio(sums, pairs)
+    return Incoherence(torch.where(pairs > 0, largest, torch.nan), avg, square.sqrt())
 
 
 def subspace_overlap(
@@ -115,12 +113,10 @@ def subspace_overlap(
 
 class ClusterSimilarity(NamedTuple):
     """Mean |cos| between contexts of one document (``intra``) and of different ones (``inter``),
-    the mean cosines, and ``intra`` with self-pairs (``intra_reference``)."""
+    and ``intra`` with self-pairs (``intra_reference``)."""
 
     intra: Float[Tensor, "*batch"]
     inter: Float[Tensor, "*batch"]
-    intra_signed: Float[Tensor, "*batch"]
-    inter_signed: Float[Tensor, "*batch"]
     intra_reference: Float[Tensor, "*batch"]
 
 
@@ -137,33 +133,26 @@ def cluster_similarity(
 
     >>> ctx = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.0, -2.0]])
     >>> s = cluster_similarity(ctx, torch.tensor([0, 0, 1, 1]))
-    >>> float(s.intra), float(s.inter), float(s.intra_signed)
-    (1.0, 0.0, 0.0)
+    >>> float(s.intra), float(s.inter)
+    (1.0, 0.0)
     """
     unit, zero = normalize_rows(ctx)
     # only labels that occur, in ascending order
     member = torch.nn.functional.one_hot(labels.unique(return_inverse=True)[1]).to(unit)
-    sums = torch.zeros(2, *unit.shape[:-2], *[member.shape[1]] * 2).to(unit)
+    sums = torch.zeros(*unit.shape[:-2], *[member.shape[1]] * 2).to(unit)
     # block by block: cosines of all contexts with all others never exist at once
     for block, block_member in zip(unit.split(BLOCK, dim=-2), member.split(BLOCK), strict=True):
-        cosine = block @ unit.mT
-        sums += torch.stack([block_member.mT @ x @ member for x in (cosine.abs(), cosine)])
+        sums += block_member.mT @ (block @ unit.mT).abs() @ member
     counts = einsum((~zero).to(unit), member, "... context, context label -> ... label")
     pairs = counts.unsqueeze(-1) * counts.unsqueeze(-2)
     # each nonzero row of a label makes one self-pair, with cosine 1
     own, within = torch.diag_embed(counts), torch.eye(member.shape[1]).to(unit)
 
     def mean(total: Tensor, count: Tensor, cells: Tensor) -> Tensor:
-        return _ratio((total * cells).sum((-2, -1)), (count * cells).sum((-2, -1)))
+        return ratio((total * cells).sum((-2, -1)), (count * cells).sum((-2, -1)))
 
-    intra, intra_signed = (mean(x - own, pairs - own, within) for x in sums)
-    inter, inter_signed = (mean(x, pairs, 1 - within) for x in sums)
-    reference = mean(sums[0], pairs, within)
-    return ClusterSimilarity(intra, inter, intra_signed, inter_signed, reference)
-
-
-def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-    return torch.where(denominator > 0, numerator / denominator, torch.nan)
+    intra, inter = mean(sums - own, pairs - own, within), mean(sums, pairs, 1 - within)
+    return ClusterSimilarity(intra, inter, mean(sums, pairs, within))
 
 
 def compactness(

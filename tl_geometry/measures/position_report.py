@@ -46,43 +46,24 @@ class PositionState:
     """Measures of positional bases of one state: of the whole corpus, of a part of its contexts,
     and of nulls.
 
-    ``axes`` are the first two principal axes of the whole basis, in whose plane every basis winds.
     ``centred`` and ``raw`` are ``sigma_1(M) / sqrt(C)``, M the matrix of all centred, then of all
-    raw states (NaN without second moments); ``leading`` is the direction of the latter and
-    ``within`` the variance along it within positions.
+    raw states (NaN without second moments).
     """
 
     def __init__(self, basis: PositionContext, row: int, *, k: int, frequencies: int) -> None:
         self.basis, self.row, self.pos = basis, row, basis.pos[row]
         self.k, self.frequencies = k, frequencies
-        axes = linalg.svd(self.pos).V[:, :2]
-        # a basis of one dimension has no second axis: with a zero one its winding number says
-        # nothing, because each change of sign is half a turn to one side or the other
-        self.axes = torch.nn.functional.pad(axes, (0, 2 - axes.shape[1]))
-        self.centred = self.raw = self.within = self.pos.new_tensor(torch.nan)
-        self.leading = torch.zeros_like(self.pos[0])
+        self.centred = self.raw = self.pos.new_tensor(torch.nan)
         if basis.has_second_moments:
             second, mean = basis.second_moment(basis.states[row]) / basis.contexts, basis.mean[row]
-            values, vectors = torch.linalg.eigh(second + len(self.pos) * torch.outer(mean, mean))
-            size = torch.stack([linalg.gram_spectrum(second)[0], values[-1].clamp(min=0).sqrt()])
+            raw = second + len(self.pos) * torch.outer(mean, mean)
+            size = linalg.gram_spectrum(torch.stack([second, raw]))[:, 0]
             self.centred, self.raw = torch.where(size > 0, size, torch.nan)
-            self.leading = v = vectors[:, -1]
-            # the second moment along v less the part of position is the variance within positions
-            self.within = v @ second @ v - (self.pos @ v).square().sum()
 
     def over(self, member: Bool[Tensor, "sample group"]) -> Values:
-        """All measures for sets of groups of contexts.
-
-        The raw size of a part of the contexts is taken along the leading direction v of the whole
-        corpus: its square is ``|P v|^2 + T (mean . v)^2`` of the part plus the variance along v
-        within positions. Group sums do not hold that variance, so that of the whole stands in.
-        """
+        """All measures for sets of groups of contexts."""
         means = window_means(self.basis, self.row, member.double())
-        centres, v = means.mean(1), self.leading
-        pos = means - centres.unsqueeze(1)
-        along = (pos @ v).square().sum(1) + pos.shape[1] * (centres @ v).square()
-        values = _in_cache(self, pos)
-        values["relative_norm_reference"] *= self.raw / (self.within + along).sqrt()
+        values = _in_cache(self, means - means.mean(1, keepdim=True))
         values["fracture_at"] += self.basis.window[0]  # rows of the window as absolute positions
         return values
 
@@ -91,20 +72,17 @@ class PositionState:
 
     def spectral(self, s: Float[Tensor, "sample rank"]) -> Values:
         """Measures of the singular values."""
-        rank = threshold = explained = explained_energy = s.new_full(s.shape[:-1], torch.nan)
+        rank = threshold = explained = s.new_full(s.shape[:-1], torch.nan)
         if self.k >= 1:
             shape = (self.pos.shape[0], self.pos.shape[1])
             found = positional.screenot(s, shape, k=self.k)
             rank, threshold = found.rank.double(), found.threshold
-            explained, explained_energy = (
-                positional.explained_ratio(s, found.rank, power=power) for power in (1, 2)
-            )
+            explained = positional.explained_ratio(s, found.rank)
         return {
             "rank": rank,
             "threshold": threshold,
             "stable_rank": linalg.stable_rank(s),
             "explained": explained,
-            "explained_energy": explained_energy,
             "relative_norm": s[:, 0] / self.centred,
             "relative_norm_reference": s[:, 0] / self.raw,
         }
@@ -121,7 +99,6 @@ class PositionState:
             "fracture": fracture.score,
             "fracture_at": fracture.argmax.double(),
             "roughness": positional.roughness(pos),
-            "winding": positional.winding_number(pos @ self.axes),
         }
 
     def nulls(self, orders: Tensor, signs: Tensor, isotropic: tuple[Tensor, Values]) -> Nulls:
@@ -136,8 +113,8 @@ class PositionState:
             "isotropic": self.spectral(spectra) | isotropic[1],
         }
         pairs = [(name, null) for null, values in found.items() for name in values]
-        # a mean over draws of places or turns means nothing
-        return {p: found[p[1]][p[0]] for p in pairs if p[0] not in ("fracture_at", "winding")}
+        # a mean over draws of places means nothing
+        return {p: found[p[1]][p[0]] for p in pairs if p[0] != "fracture_at"}
 
 
 def position_states(
@@ -170,14 +147,12 @@ def positional_report(
     Measures (formulas in :mod:`tl_geometry.measures.positional`):
 
     - ``rank`` and ``threshold``: ScreeNOT with the bound ``k``;
-    - ``stable_rank``; ``explained`` and ``explained_energy``, the share of the singular values, or
-      of their squares, in that rank;
+    - ``stable_rank``; ``explained``, the share of the singular values in that rank;
     - ``relative_norm`` (centred states) and ``relative_norm_reference`` (raw states, with their
       mean: what the published Table 5 contains);
     - ``low_frequency`` (share of the first ``frequencies`` cosines) and ``off_diagonal``;
     - ``smoothness`` and ``smoothness_2`` (first and second differences), ``roughness``;
     - ``fracture``, and ``fracture_at``, the absolute position after which the largest break comes;
-    - ``winding``: turns in the plane of the first two components;
     - ``split_half``: mean cosine over positions between the bases of two halves of the contexts
       (``pos_reliability`` of the analysis of variance).
 
@@ -195,8 +170,7 @@ def positional_report(
     For an untrained model as a null, call this on its basis. The noise of a basis falls as
     1/sqrt(C): ranks and norms depend on C, see :func:`tl_geometry.measures.learning_curve`.
     ``jackknife=False`` leaves out errors. Nulls of the relative norms keep the denominators of the
-    whole corpus; for the errors of ``relative_norm_reference`` the denominator follows the mean of
-    each part of the corpus.
+    whole corpus.
 
     Raises ``GeometryError`` for a basis of one context.
 

@@ -19,7 +19,6 @@ Ranks are by ScreeNOT, scale-free and batched (Donoho, Gavish & Romanov 2023, ar
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -29,27 +28,21 @@ from torch import Tensor
 from tl_geometry.base import checks
 from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import require
-from tl_geometry.base.linalg import dct_matrix, normalize_rows
+from tl_geometry.base.linalg import dct_matrix, normalize_rows, ratio
 
 
 def explained_ratio(
-    singular_values: Float[Tensor, "*batch rank"], r: int | Int[Tensor, "*batch"], *, power: int = 1
+    singular_values: Float[Tensor, "*batch rank"], r: int | Int[Tensor, "*batch"]
 ) -> Float[Tensor, "*batch"]:
-    """Share of the r leading singular values, ``sum_(i<=r) s_i^power / sum s_i^power``: in [0, 1],
-    nondecreasing in r.
+    """Share of the r leading singular values, ``sum_(i<=r) s_i / sum s_i`` (not squared, as in the
+    published code): in [0, 1], nondecreasing in r. NaN for zero.
 
-    ``power=1`` is what the published code computes (values, not squared); ``power=2`` is the share
-    of the energy. NaN for zero.
-
-    >>> s = torch.tensor([3.0, 1.0, 0.0])
-    >>> float(explained_ratio(s, 1)), float(explained_ratio(s, 1, power=2))
-    (0.75, 0.8999999761581421)
+    >>> float(explained_ratio(torch.tensor([3.0, 1.0, 0.0]), 1))
+    0.75
     """
-    values = singular_values**power
-    leading = torch.as_tensor(r, device=values.device).unsqueeze(-1)
-    is_leading = torch.arange(values.shape[-1], device=values.device) < leading
-    total = values.sum(-1)
-    return torch.where(total > 0, (values * is_leading).sum(-1) / total, torch.nan)
+    s, first = singular_values, torch.as_tensor(r, device=singular_values.device)
+    leading = torch.arange(s.shape[-1], device=s.device) < first.unsqueeze(-1)
+    return ratio((s * leading).sum(-1), s.sum(-1))
 
 
 def normalized_gram(
@@ -94,8 +87,7 @@ def low_frequency_share(
     """
     unit, degenerate = normalize_rows(pos)
     low = dct_matrix(pos.shape[-2], pos.dtype).to(pos.device)[:frequencies] @ unit
-    total = (~degenerate).sum(-1)
-    return torch.where(total > 0, low.square().sum((-2, -1)) / total, torch.nan)
+    return ratio(low.square().sum((-2, -1)), (~degenerate).sum(-1))
 
 
 def off_diagonal_share(fourier_gram: Float[Tensor, "*batch row column"]) -> Float[Tensor, "*batch"]:
@@ -105,9 +97,8 @@ def off_diagonal_share(fourier_gram: Float[Tensor, "*batch row column"]) -> Floa
     >>> float(off_diagonal_share(torch.ones(2, 2)))
     0.5
     """
-    total = fourier_gram.square().sum((-2, -1))
-    diagonal = fourier_gram.diagonal(dim1=-2, dim2=-1).square().sum(-1)
-    return torch.where(total > 0, 1 - diagonal / total, torch.nan)
+    diagonal = fourier_gram.diagonal(dim1=-2, dim2=-1)
+    return 1 - ratio(diagonal.square().sum(-1), fourier_gram.square().sum((-2, -1)))
 
 
 def adjacent_step(pos: Float[Tensor, "*batch position d_model"]) -> Float[Tensor, "*batch row"]:
@@ -160,26 +151,7 @@ def roughness(pos: Float[Tensor, "*batch position d_model"]) -> Float[Tensor, "*
     >>> float(roughness(torch.tensor([[1.0], [-1.0]])))
     2.0
     """
-    total = pos.square().sum((-2, -1))
-    return torch.where(total > 0, pos.diff(dim=-2).square().sum((-2, -1)) / total, torch.nan)
-
-
-def winding_number(curve: Float[Tensor, "*batch position column"]) -> Float[Tensor, "*batch"]:
-    """Turns of a plane curve about the origin: angle increments, each in [-pi, pi], summed, over
-    2 pi. NaN if a point is the origin.
-
-    The sign follows the signs of the two axes. Song & Zhong 2023 describe the first two components
-    of pos as a spiral.
-
-    >>> t = torch.linspace(0, 4 * torch.pi, 50)
-    >>> round(float(winding_number(torch.stack([t.cos(), t.sin()], dim=-1))), 3)
-    2.0
-    """
-    before, after = curve[..., :-1, :], curve[..., 1:, :]
-    cross = before[..., 0] * after[..., 1] - before[..., 1] * after[..., 0]
-    turns = torch.atan2(cross, (before * after).sum(-1)).sum(-1) / (2 * math.pi)
-    through_origin = (curve == 0).all(-1).any(-1)
-    return torch.where(through_origin, torch.nan, turns)
+    return ratio(pos.diff(dim=-2).square().sum((-2, -1)), pos.square().sum((-2, -1)))
 
 
 def smoothness(
@@ -211,7 +183,7 @@ def smoothness(
     for _ in range(m):
         rows = pos.shape[-2] * (rows - rows.roll(1, dims=-2))
     size = torch.linalg.vector_norm(rows, dim=-1).amax(-1)
-    return torch.where(largest > 0, (size / largest).square(), torch.nan)
+    return ratio(size, largest).square()
 
 
 class RankEstimate(NamedTuple):

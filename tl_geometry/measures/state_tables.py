@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pandas as pd
 import torch
 from torch import Tensor
 
@@ -19,25 +20,20 @@ Nulls = dict[tuple[str, str], Tensor]
 """Measures of bases without the effect, by (measure, null): one value per draw, or a single number
 that is known without drawing."""
 
-UNBOUNDED = ("rank", "explained", "explained_energy", "relative_norm", "fracture_at", "winding")
+UNBOUNDED = ("rank", "explained", "fracture_at", "relative_norm", "relative_norm_reference")
 """Measures without an error, because their jackknife intervals do not cover.
 
-Ranks, what follows from them, positions and turns change in jumps: without one block a basis often
-has exactly the value of the whole corpus, or a far one. Intervals of ``+- t`` errors, meant to
-cover 95%, covered 21 to 53% of simulated ranks and 1 to 5% of windings. ``relative_norm`` divides
-by the centred norm of the states, which is not stored for each block: intervals with the norm of
-the whole corpus, or with one that moves with position and context alone, covered 71 to 86% in the
-first states of a real model."""
+Ranks, what follows from them, and positions change in jumps: without one block a basis often has
+exactly the value of the whole corpus, or a far one. Intervals of ``+- t`` errors, meant to cover
+95%, covered 21 to 53% of simulated ranks. Relative norms divide by a norm of the states, which is
+not stored for each block: intervals with the norm of the whole corpus, or with one that moves with
+position and context alone, covered 71 to 86% in the first states of a real model."""
 
 
 def table_of(basis: PositionContext, columns: Values, flags: Sequence[str], chance: str) -> Table:
     """Columns of numbers as a table of a basis."""
-    return Table(
-        provenance=basis.provenance.flagged(*flags, *basis.flags()),
-        names=tuple(columns),
-        cells=tuple(zip(*(x.tolist() for x in columns.values()), strict=True)),
-        chance=chance,
-    )
+    frame = pd.DataFrame({name: column.tolist() for name, column in columns.items()})
+    return Table.of(frame, basis.provenance.flagged(*flags, *basis.flags()), chance=chance)
 
 
 def report_table(

@@ -101,11 +101,11 @@ def sarfati(
     require(enough, "text", expected=expected, got=len(chunks), instead="a longer text")
 
     def paths_of(windows: tlg.TokenWindows) -> Trajectories:
-        return flow.trajectories(view, windows, post_norm=post_norm, progress=progress)
+        return flow.trajectories(view, windows, progress=progress)
 
     # truncation needs states before the norm, because the model applies the norm itself
     before_norm = paths_of(chunks)
-    paths = before_norm.after_norm() if post_norm else before_norm
+    paths = before_norm.after_norm(view) if post_norm else before_norm
     rows = [*_law(paths), *_truncation(view, before_norm, K, progress)]
     with tlg.models.reinitialized(view, seed=seed) as untrained:
         residuals = flow.trajectories(untrained, chunks, progress=progress).residuals()
@@ -116,7 +116,7 @@ def sarfati(
         real = pseudo_sentences(view, text, size, prepend_bos=prepend_bos)
         real = real[: most if n is None else min(n, most)]
         random = gibberish(view, len(real), size, prepend_bos=prepend_bos, seed=seed)
-        ends = [x.after_norm() if post_norm else x for x in map(paths_of, (real, random))]
+        ends = [x.after_norm(view) if post_norm else x for x in map(paths_of, (real, random))]
         rows += [*_separability(paths, seed), _from_gibberish(ends[0], ends[1], seed)]
     provenance = replace(paths.provenance, preset="paper", seed=seed).flagged(*flags)
     return Table(names=COLUMNS, cells=tuple(_beside(name, rows)), provenance=provenance)

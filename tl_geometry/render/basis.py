@@ -50,9 +50,7 @@ USUAL = {
         *("rank", "stable_rank", "relative_norm", "low_frequency"),
         *("smoothness", "fracture", "roughness", "split_half"),
     ),
-    "context": (
-        *("incoherence_avg", "overlap", "intra", "inter", "compactness_cvec", "compactness_raw"),
-    ),
+    "context": ("incoherence_avg", "overlap", "intra", "inter", "compactness_cvec"),
 }
 """Measures that are drawn by default."""
 

@@ -85,13 +85,21 @@ class View:
 
     def _bytes(self, form: str) -> bytes:
         import matplotlib
+        from matplotlib.backends.backend_svg import FigureCanvasSVG
 
         buffer = io.BytesIO()
         # no date and a fixed salt of ids: the same figure gives the same bytes
         stamp: dict[str, Any] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(form, {})
+        canvas, dpi = self.figure.canvas, self.figure.dpi
         with matplotlib.rc_context({**SETTINGS, "svg.hashsalt": "tl_geometry"}):
             # 150 dots an inch, shown at 100 pixels an inch: sharp on dense screens too
-            self.figure.savefig(buffer, format=form, dpi=150, metadata=stamp)
+            if form != "svg":
+                self.figure.savefig(buffer, format=form, dpi=150, metadata=stamp)
+            else:  # one drawing, where savefig lays the figure out in a drawing of its own
+                self.figure.dpi = 150
+                FigureCanvasSVG(self.figure).print_svg(buffer, metadata=stamp)
+        self.figure.set_canvas(canvas)
+        self.figure.dpi = dpi
         return buffer.getvalue()
 
     def png(self) -> bytes:

@@ -56,8 +56,7 @@ def truncation_figure(curve: Result | pd.DataFrame, *, ax: draw.Axes | None = No
     figure, (axis,) = draw.panels(ax)
     first = table.iloc[0]
     chunks = "held out" if first.get("held_out") else "in-sample"
-    label = ", ".join([chunks, *(str(first[c]) for c in ("where", "positions") if c in table)])
-    look = {"color": draw.LINES[0], "ms": 3, "lw": 1.2, "label": draw.drawable(label)}
+    look = {"color": draw.LINES[0], "ms": 3, "lw": 1.2, "label": chunks}
     axis.errorbar(table["K"], table["kl"], 2 * table["kl_se"], fmt="o-", **look)
     for name, style in (("mean", "--"), ("median", ":")):
         line = {"label": f"null: consecutive chunks, {name}", "color": draw.NULL, "lw": 1}
@@ -183,8 +182,7 @@ def skip_figure(skips: Result | pd.DataFrame) -> draw.View:
     >>> skip_figure(skips).title
     'How many blocks can be skipped for how much loss?'
     """
-    table: Any = draw.frame(skips, "map_type", "from_layer", "to_layer", "loss_increase")
-    table = table.assign(skipped=table["to_layer"] - table["from_layer"])
+    table: Any = draw.frame(skips, "map_type", "from_layer", "skipped", "loss_increase")
     lengths = draw.some(sorted(set(table["skipped"])), LENGTHS)
     width = draw.WIDTH / max(len(lengths), 2)
     figure, axes = draw.panels(None, len(lengths), size=(width, 2.6), sharey=True)
@@ -249,10 +247,10 @@ def bundle_3d(ensemble: Trajectories) -> Page:
     from plotly.offline import get_plotlyjs
 
     rows = draw.some(range(len(ensemble)), MOST)
-    state = ensemble.states[-1]
-    U = linalg.svd(ensemble.X[:, ensemble.row(state)].double()).V[:, :3]
-    names = [f"u{i} of state {state}" for i in (1, 2, 3)]
-    figure = paths_figure(ensemble.X[rows].double() @ U, ensemble.states, names)
+    X = ensemble.X.double()
+    U = linalg.svd(X[:, -1]).V[:, :3]
+    names = [f"u{i} of state {ensemble.states[-1]}" for i in (1, 2, 3)]
+    figure = paths_figure(X[rows] @ U, ensemble.states, names)
     part = {"kind": "plotly", "figure": {**json.loads(figure.to_json()), "config": CONFIG}}
     return SpacePage(
         title="Do tokens travel through the layers as a bundle?",

@@ -100,7 +100,8 @@ def heads(sweep: Result | pd.DataFrame, value: str | None = None, *, title: str 
         begin={"map": numeric.index(chosen)},
         height=min(1000, 480 + 22 * len(layers)),
         source=draw.source_of(sweep),
-        null="Nulls are numbers of their own: position destroyed, uniform attention, ...",
+        null=getattr(sweep, "chance", "")
+        or "Nulls, where there are any, are numbers of their own.",
     )
 
 

@@ -115,7 +115,7 @@ def split(
             parts.tokens("Where the chosen query looks, and why", [*map(str, tokens)]),
         ],
         begin={"i": query, "j": key, "kept": [query, key], "query": query, "source": len(chosen)},
-        height=980 if len(chosen) > 4 else 860,
+        height=1460 if len(chosen) > 4 else 1180,  # at 784 pixels of width nothing is cut
         source=split.provenance.line(),
         null="Terms are exact: they have no null.",
     )

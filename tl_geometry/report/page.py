@@ -76,7 +76,7 @@ def cell(row: Any, name: str) -> str:
     value, low, high, error = (number(value) for value in rounded)
     if "–" not in (low, high):
         return f"{value} [{low}, {high}]"
-    return value if error == "–" else f"{value} ± {error}"
+    return value if error in ("–", "0") else f"{value} ± {error}"
 
 
 def heading(column: str) -> str:

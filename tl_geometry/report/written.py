@@ -12,6 +12,7 @@ import json
 import re
 import traceback
 from collections.abc import Callable, Sequence
+from csv import QUOTE_NONNUMERIC
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +148,7 @@ def _made(a: Analysis, item: Item, out: Path) -> list[Block | Card]:
     """Compute an item and write it. The table stays where a figure cannot be drawn."""
     result, (csv, drawn) = item.compute(a), _files(out, item)
     table = a.tables[item.key] = item.frame(a, result)
-    _save(csv, table.to_csv(index=False, lineterminator="\n"))
+    _save(csv, table.to_csv(index=False, lineterminator="\n", quoting=QUOTE_NONNUMERIC))
     figures, cards = [], []
     for draw in item.figures:
         try:
@@ -163,7 +164,8 @@ def _made(a: Analysis, item: Item, out: Path) -> list[Block | Card]:
 def _read(a: Analysis, item: Item, out: Path) -> list[Block | Card]:
     """An item that the folder holds."""
     csv, drawn = _files(out, item)
-    table = a.tables[item.key] = pd.read_csv(csv)
+    # only an empty cell is none: a token may read "NA" or "null"
+    table = a.tables[item.key] = pd.read_csv(csv, keep_default_na=False, na_values=[""])
     return [_block(item, table, drawn.read_text(encoding="utf-8"))]
 
 

@@ -18,14 +18,14 @@ from itertools import product
 from typing import NamedTuple
 
 import torch
-from einops import rearrange, reduce
+from einops import reduce
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tl_geometry.base import html, linalg
 from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import UnsupportedModelError, choice, fail, require
-from tl_geometry.base.results import Result
+from tl_geometry.base.results import Guarded, Result
 from tl_geometry.corpus.sources import as_tokens
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
@@ -112,7 +112,7 @@ def path_geometry(
     steps = linalg.angle(centred[..., :-1, :], centred[..., 1:, :])
     net = linalg.angle(centred[..., 0, :], centred[..., -1, :])
     length = steps.sum(-1)
-    return PathGeometry(steps, length, net, torch.where(net > 0, length / net, torch.nan))
+    return PathGeometry(steps, length, net, linalg.ratio(length, net))
 
 
 def update_split(
@@ -134,8 +134,7 @@ def update_split(
     direction, zero = linalg.normalize_rows(h)
     radial = (u * direction).sum(-1)
     across = torch.linalg.vector_norm(u - radial.unsqueeze(-1) * direction, dim=-1)
-    unknown = torch.full_like(radial, torch.nan)
-    radial, across = (torch.where(zero, unknown, x) for x in (radial, across))
+    radial, across = (torch.where(zero, torch.nan, x) for x in (radial, across))
     return radial, across, linalg.angle(h, h + u)
 
 
@@ -193,7 +192,7 @@ def principal_axes(
 UPDATES = ("attention", "mlp")
 """The two updates of a block, in the order of the axis ``update``."""
 SPLIT = ("radial", "tangential", "turn")
-"""Fields ``[update layer batch position]``; all other tensors have the contexts first."""
+"""How an update is split."""
 NO_UPDATES = "attention and MLP outputs do not add up to the states: no updates"
 NO_HEAD = "output head not trained: next tokens are sought in the embedding"
 HELD, MOST = 16, 2**31
@@ -202,19 +201,19 @@ MLP, and what is computed from them), and the bytes that they may take."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class TokenPaths(Result):
+class TokenPaths(Guarded, Result):
     """Paths of every token of a prompt set through the residual stream states, as angles in radians
     seen from the centre of the sphere.
 
     ``steps[..., l]`` is the angle between states l and l + 1; ``length`` their sum, ``net`` the
     angle from first to last state, ``tortuosity`` the ratio of the two. ``radial``, ``tangential``
-    (lengths in units of the stream) and ``turn`` (an angle) split the updates of attention and MLP,
-    each relative to the stream it is added to; NaN where the model's updates do not add up to its
-    states, as in post-norm models. ``angle`` is the angle between each state and the next token's
-    unembedding row (by chance near pi/2), ``rank`` that token's rank among all tokens by angle (1:
-    the nearest; by chance half the vocabulary). The last token has no next: its angle is NaN, its
-    rank 0. ``coordinates`` are on three principal axes that were fitted on ``fitted_on`` and hold
-    the share ``shown`` of its variance.
+    (lengths in units of the stream) and ``turn`` (an angle) split the updates of attention (0 on
+    the last axis) and MLP (1), each relative to the stream it is added to; NaN where the model's
+    updates do not add up to its states, as in post-norm models. ``angle`` is the angle between each
+    state and the next token's unembedding row (by chance near pi/2), ``rank`` that token's rank
+    among all tokens by angle (1: the nearest; by chance half the vocabulary). The last token has no
+    next: its angle is NaN, its rank 0. ``coordinates`` are on three principal axes that were fitted
+    on ``fitted_on`` and hold the share ``shown`` of its variance.
     """
 
     tokens: Int[Tensor, "batch position"]
@@ -223,9 +222,9 @@ class TokenPaths(Result):
     length: Float[Tensor, "batch position"]
     net: Float[Tensor, "batch position"]
     tortuosity: Float[Tensor, "batch position"]
-    radial: Float[Tensor, "2 layer batch position"]
-    tangential: Float[Tensor, "2 layer batch position"]
-    turn: Float[Tensor, "2 layer batch position"]
+    radial: Float[Tensor, "batch position layer 2"]
+    tangential: Float[Tensor, "batch position layer 2"]
+    turn: Float[Tensor, "batch position layer 2"]
     angle: Float[Tensor, "batch position state"]
     rank: Int[Tensor, "batch position state"]
     coordinates: Float[Tensor, "batch position state 3"]
@@ -238,8 +237,7 @@ class TokenPaths(Result):
         return ["context", "position", "token", "state", *of_state, "length", "net", "tortuosity"]
 
     def rows(self) -> Sequence[Sequence[object]]:
-        pattern = "layer batch position -> batch position layer"
-        splits = [rearrange(getattr(self, name)[u], pattern) for u in (0, 1) for name in SPLIT]
+        splits = [getattr(self, name)[..., u] for u in (0, 1) for name in SPLIT]
         # the last state has no step and no update
         steps = [torch.nn.functional.pad(x, (0, 1), value=torch.nan) for x in (self.steps, *splits)]
         of_token = [
@@ -305,7 +303,7 @@ def token_paths(
         points = _on_sphere(view, found.pop("h"))
         found["coordinates"] = (points - mean.to(points)) @ axes.to(points)
         parts.append({name: value.cpu() for name, value in found.items()})
-    joined = {n: torch.cat([p[n] for p in parts], 2 if n in SPLIT else 0) for n in parts[0]}
+    joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     flags = [] if view.head_trained else [NO_HEAD]
     flags += [NO_UPDATES] if bool(joined["radial"].isnan().all()) else []
     texts = (view.decode(row.tolist()) for row in windows.tokens)
@@ -343,9 +341,8 @@ def _measured(view: ModelView, tokens: Tensor, vocabulary: Tensor) -> dict[str, 
     if float(error) > reconstruction_bound(linalg.unit_roundoff(view.dtype), float(h.abs().max())):
         attention = mlp = torch.full_like(attention, torch.nan)
     # each update relative to the stream that it is added to: the MLP's after attention's
-    streams, updates = torch.stack([before, before + attention]), torch.stack([attention, mlp])
-    pattern = "update batch position layer -> update layer batch position"
-    split = [rearrange(x, pattern) for x in update_split(streams, updates, view.norm)]
+    streams = torch.stack([before, before + attention], -2)
+    split = update_split(streams, torch.stack([attention, mlp], -2), view.norm)
     # the last token has no next: token 0 is a placeholder, whose numbers are masked
     target = torch.nn.functional.pad(tokens[:, 1:], (0, 1)).to(h.device)
     target = target.unsqueeze(-1).expand(h.shape[:-1])

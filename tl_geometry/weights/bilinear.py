@@ -37,11 +37,6 @@ MATRICES = ("QK", "OV")
 """W_QK = W_Q W_K^T and W_OV = W_V W_O."""
 
 
-def share(part: Tensor, whole: Tensor) -> Tensor:
-    """``part / whole``, NaN where the whole is zero."""
-    return torch.where(whole > 0, part / whole, torch.nan)
-
-
 @dataclass(frozen=True, eq=False)
 class Factors:
     """``W = left @ right.mT`` per head: the query side of W_QK (or the reading side of W_OV) on the
@@ -105,13 +100,12 @@ def fold(
 def rotated_block(
     factors: Factors,
     left: Float[Tensor, "... d_model row"],
-    right: Float[Tensor, "... d_model column"] | None = None,
+    right: Float[Tensor, "... d_model column"],
     *,
     remove: Float[Tensor, "*batch head d_model"] | None = None,
 ) -> Float[Tensor, "*batch head row column"]:
     """``V_left^T (W - diag(remove)) V_right`` of every head; ``remove`` defaults to the diagonal of
-    W, and ``right`` to ``left``."""
-    right = left if right is None else right
+    W."""
     diag = factors.diagonal if remove is None else remove
     pattern = "... d_model rank, ... head d_model d_head -> ... head rank d_head"
     rows, columns = einsum(left, factors.left, pattern), einsum(right, factors.right, pattern)
@@ -130,11 +124,10 @@ def structure(
     completed to a square matrix, for all heads at once (Song & Zhong 2023, Fig. 5).
 
     ``left`` and ``right`` (by default the same) hold orthonormal columns, strongest direction
-    first. The first ``k`` span the subspace; all of them are shown in ``block = V^T W_o V``, with
-    the extremes ``highest`` and ``lowest``. ``std`` is the root mean square of all d^2 rotated
-    entries, the same for every completion of the basis; ``threshold = sqrt(2 ln d^2) std`` is about
-    the largest of d^2 Gaussian entries; ``above_threshold`` counts entries of the first k x k whose
-    absolute value exceeds it.
+    first. The first ``k`` span the subspace; all of them are shown in ``block = V^T W_o V``.
+    ``std`` is the root mean square of all d^2 rotated entries, the same for every completion of the
+    basis; ``threshold = sqrt(2 ln d^2) std`` is about the largest of d^2 Gaussian entries;
+    ``above_threshold`` counts entries of the first k x k whose absolute value exceeds it.
     ``concentration`` is ``|V_k^T W_o V_k|^2 / |W_o|^2``, NaN where W_o is zero.
 
     Returns these by name, each ``[head]``, and ``block [head row column]``.
@@ -157,10 +150,8 @@ def structure(
         "block": block,
         "std": std,
         "threshold": threshold,
-        "highest": block.amax((-2, -1)),
-        "lowest": block.amin((-2, -1)),
         "above_threshold": above.sum((-2, -1)),
-        "concentration": share(inside.square().sum((-2, -1)), energy),
+        "concentration": linalg.ratio(inside.square().sum((-2, -1)), energy),
     }
 
 
@@ -206,7 +197,7 @@ def haar_null(
     if one_basis and d > 1:
         alpha = k * ((d + 1) * k - 2) / (d * (d - 1) * (d + 2))
         beta = k * (d - k) / (d * (d - 1) * (d + 2))
-    return share(alpha * energy + beta * (trace_of_square + trace.square()), whole)
+    return linalg.ratio(alpha * energy + beta * (trace_of_square + trace.square()), whole)
 
 
 def leading_directions(

@@ -31,6 +31,8 @@ from torch import Tensor
 from tl_geometry.base import checks
 from tl_geometry.base.errors import require
 from tl_geometry.base.intervals import FEWEST, FEWEST_GROUPS
+from tl_geometry.base.linalg import ratio
+from tl_geometry.base.results import Guarded
 from tl_geometry.base.tables import Table
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
 from tl_geometry.decomposition.resampling import noise_weights, window_means
@@ -50,16 +52,16 @@ RANK, SHOWN = 20, 60
 """Largest dimension of the subspace, and directions of the block: those of Song & Zhong 2023."""
 MATRICES = ("diagonal", "block", "L", "delta")
 NUMBERS = (
-    *("k", "rank", "std", "threshold", "highest", "lowest", "above_threshold"),
+    *("k", "rank", "std", "threshold", "above_threshold"),
     *("concentration", "null", "lift", "excess", "noise_null", "noise_high", "p", "reliability"),
-    *("r2_low_rank", "r2_diagonal", "r2_joint", "null_r2", "symmetric", "singular"),
+    *("r2_low_rank", "r2_diagonal", "r2_joint", "null_r2", "singular"),
 )
 """Fields and columns of a :class:`WeightGeometry`."""
 NO_NULL = f"fewer than {FEWEST} contexts or {FEWEST_GROUPS} groups: no null of position"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class WeightGeometry(Table):
+class WeightGeometry(Guarded, Table):
     """Low rank plus diagonal structure of W_QK or W_OV, one row per head (see
     :func:`weight_geometry`): a table of numbers (``geometry["excess"]`` is a column as a tensor),
     and matrices in the order of its rows.
@@ -79,8 +81,8 @@ class WeightGeometry(Table):
     (:func:`familywise_p`); NaN below 10 contexts or 4 groups, and at
     least 1 / 20 with the default draws. ``reliability`` is the split-half cosine of the positional
     vectors, the lower of the two states for W_OV: below 0.5 the subspace is mostly noise. ``r2_*``
-    are shares of ``|W|^2``, ``null_r2`` the expectation of ``r2_low_rank``; ``symmetric`` and
-    ``singular`` are defined in :class:`tl_geometry.weights.low_rank_diagonal.LowRankDiagonal`.
+    are shares of ``|W|^2``, ``null_r2`` the expectation of ``r2_low_rank``; ``singular`` is
+    defined in :class:`tl_geometry.weights.low_rank_diagonal.LowRankDiagonal`.
     """
 
     matrix: str
@@ -92,10 +94,6 @@ class WeightGeometry(Table):
 
     def __getitem__(self, name: str) -> Tensor:
         return torch.tensor(self.df[name].to_numpy())
-
-    def head(self, head: checks.Head) -> int:
-        """Row of a head."""
-        return checks.head_rows(head, self.heads)[0]
 
 
 def weight_geometry(
@@ -145,10 +143,6 @@ def weight_geometry(
     checks.choice(matrix, bilinear.MATRICES, "matrix")
     chosen = checks.indices(layers, view.n_layers, "layers")
     step = int(matrix == "OV")  # W_OV reads state l and writes to state l + 1
-    needed = sorted({state for l in chosen for state in (l, l + step)})
-    expected, got = f"states {needed}", f"states {basis.states}"
-    fits = set(needed) <= set(basis.states)
-    require(fits, "basis", expected=expected, got=got, instead="states=None")
     require(rank is None or rank >= 1, "rank", expected="at least 1", got=rank)
     require(draws >= 0, "draws", expected="at least 0", got=draws)
     most = RANK if rank is None else rank
@@ -162,8 +156,7 @@ def weight_geometry(
     trust = dict(zip(basis.states, reliability(basis.moments).tolist(), strict=True))
     by_layer: list[dict[str, Tensor]] = []
     for layer, factors in factors_of(view, chosen, matrix):
-        left, right = subspace(layer), subspace(layer + 1) if step else None
-        numbers = _of_layer(factors, left, right, most, centered)
+        numbers = _of_layer(factors, subspace(layer), subspace(layer + step), most, centered)
         lowest = min(trust[layer], trust[layer + step])
         numbers["reliability"] = torch.full_like(numbers["null"], lowest)
         by_layer.append(numbers)
@@ -188,18 +181,19 @@ def weight_geometry(
 
 
 def _of_layer(
-    factors: Factors, left: Subspace, right: Subspace | None, most: int, centered: bool
+    factors: Factors, left: Subspace, right: Subspace, most: int, centered: bool
 ) -> dict[str, Tensor]:
-    """All numbers of one layer, a row per head; those of the draws ``[head sample]``."""
-    rank = left.rank if right is None else min(left.rank, right.rank)
+    """All numbers of one layer, a row per head; those of the draws ``[head sample]``. W_QK has one
+    and the same subspace on both sides."""
+    rank = min(left.rank, right.rank)
     expected, instead = "positional vectors that differ", "a longer window"
     require(rank > 0, "basis", expected=expected, got="none", instead=instead)
     k = min(most, rank)
-    V, U = left.directions, None if right is None else right.directions
-    fit = fit_low_rank_diagonal(factors, V[:, :k], None if U is None else U[:, :k])
+    V, U = left.directions, right.directions
+    fit = fit_low_rank_diagonal(factors, V[:, :k], U[:, :k])
     numbers = {"diagonal": factors.diagonal, **bilinear.structure(factors, V, U, k=k)}
-    numbers |= fit._asdict() | _drawn(factors, left, right or left, k)
-    null = partial(bilinear.haar_null, factors, k, one_basis=right is None, centered=centered)
+    numbers |= fit._asdict() | _drawn(factors, left, right, k)
+    null = partial(bilinear.haar_null, factors, k, one_basis=right is left, centered=centered)
     numbers |= {"null": null(), "null_r2": null(off_diagonal=False)}
     # layers of lower rank are padded with zeros, so that L of all heads is one tensor
     numbers["L"] = torch.nn.functional.pad(fit.L, (0, most - k, 0, most - k))
@@ -286,7 +280,7 @@ def _drawn(factors: Factors, left: Subspace, right: Subspace, k: int) -> dict[st
     for null in NULLS:
         pairs = zip(getattr(left, null), getattr(right, null), strict=True)
         blocks = [bilinear.rotated_block(factors, V[:, :k], U[:, :k]) for V, U in pairs]
-        shares = [bilinear.share(block.square().sum((-2, -1)), energy) for block in blocks]
+        shares = [ratio(block.square().sum((-2, -1)), energy) for block in blocks]
         found[null] = torch.stack(shares, 1) if shares else energy.new_zeros(len(energy), 0)
     return found
 

@@ -12,7 +12,8 @@ from einops import einsum
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tl_geometry.weights.bilinear import Factors, rotated_block, share
+from tl_geometry.base.linalg import ratio
+from tl_geometry.weights.bilinear import Factors, rotated_block
 
 
 class LowRankDiagonal(NamedTuple):
@@ -20,8 +21,7 @@ class LowRankDiagonal(NamedTuple):
     explained by V L V^T alone, by diag(W) alone and by both (NaN for a zero matrix).
 
     ``singular`` marks layers where the diagonal is not determined (a coordinate axis lies in both
-    subspaces): the minimum-norm solution is given. ``symmetric`` is the share of ``|L|^2`` in its
-    symmetric part, NaN where L is not square.
+    subspaces): the minimum-norm solution is given.
     """
 
     L: Float[Tensor, "*batch head row column"]
@@ -29,7 +29,6 @@ class LowRankDiagonal(NamedTuple):
     r2_low_rank: Float[Tensor, "*batch head"]
     r2_diagonal: Float[Tensor, "*batch head"]
     r2_joint: Float[Tensor, "*batch head"]
-    symmetric: Float[Tensor, "*batch head"]
     singular: Bool[Tensor, "..."]
 
 
@@ -64,16 +63,12 @@ def fit_low_rank_diagonal(
     block_energy = L.square().sum((-2, -1))
     # |W - D|^2 - |L|^2, as V_left L V_right^T is the projection of W - D
     residual = energy - 2 * (diag * delta).sum(-1) + delta.square().sum(-1) - block_energy
-    symmetric = torch.full_like(energy, torch.nan)
-    if L.shape[-1] == L.shape[-2]:
-        symmetric = ((L + L.mT) / 2).square().sum((-2, -1)) / block_energy
     return LowRankDiagonal(
         L=L,
         delta=delta,
-        r2_low_rank=share(product.square().sum((-2, -1)), energy),
-        r2_diagonal=share(diag.square().sum(-1), energy),
-        r2_joint=1 - share(residual.clamp(min=0), energy),
-        symmetric=symmetric,
+        r2_low_rank=ratio(product.square().sum((-2, -1)), energy),
+        r2_diagonal=ratio(diag.square().sum(-1), energy),
+        r2_joint=1 - ratio(residual.clamp(min=0), energy),
         singular=singular,
     )
 

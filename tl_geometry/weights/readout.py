@@ -2,8 +2,7 @@
 and W_OV of every head (Molina 2023, section 4: the logit lens of QK and OV circuits).
 
 Singular vectors come from the factors of a head (:func:`tl_geometry.base.linalg.product_svd`).
-Scores are dot products with one row per token. The vocabulary is read in chunks with a running
-top-k at both ends, so that only the extreme tokens are kept.
+Scores are dot products with one row per token; only the extreme tokens at both ends are kept.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from tl_geometry.base import checks, linalg
 from tl_geometry.base.errors import require
+from tl_geometry.base.results import Guarded
 from tl_geometry.base.tables import Table
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.reader import as_view
@@ -46,8 +46,8 @@ def extremes(
     """The ``k`` tokens with the largest and with the smallest dot product ``<vector, token row>``,
     for every vector.
 
-    The vocabulary is read in chunks; nothing of size [vectors d_vocab] exists. Computed in the
-    dtype of ``tokens``.
+    A few vectors at a time: nothing of size [vectors d_vocab] exists. Computed in the dtype of
+    ``tokens``.
 
     >>> tokens = torch.tensor([[2.0, 0.0], [-1.0, 5.0], [0.5, 1.0]])
     >>> e = extremes(torch.tensor([1.0, 0.0]), tokens, 2)
@@ -56,20 +56,16 @@ def extremes(
     """
     require(1 <= k <= len(tokens), "k", expected=f"1 to {len(tokens)} tokens", got=k)
     flat = vectors.reshape(-1, vectors.shape[-1]).to(tokens)
-    best, step = flat.new_empty(len(flat), 2, 0), max(1, SCORES // len(flat))
-    ids = best.long()
-    # a running top-k of the scores and of their negatives
-    for start in range(0, len(tokens), step):
-        scores = flat @ tokens[start : start + step].mT
-        new, place = torch.stack([scores, -scores], 1).topk(min(k, scores.shape[1]))
-        best, ids = torch.cat([best, new], -1), torch.cat([ids, place + start], -1)
-        # topk leaves the order of equal scores open: sort by id, then stably by score
-        ids, order = ids.sort()
-        best, order = best.gather(-1, order).sort(descending=True, stable=True)
-        best, ids = best[..., :k], ids.gather(-1, order)[..., :k]
-    signed = torch.stack([best[:, 0], -best[:, 1]], 1)
-    shape = (*vectors.shape[:-1], 2, k)
-    return Extremes(ids.reshape(shape), signed.reshape(shape))
+    found = []
+    for some in flat.split(max(1, SCORES // len(tokens))):
+        scores = some @ tokens.mT
+        found.append(torch.stack([scores, -scores], 1).topk(k))
+    best, ids = (torch.cat(parts) for parts in zip(*found, strict=True))
+    # topk leaves the order of equal scores open: sort by id, then stably by score
+    ids, order = ids.sort()
+    best, order = best.gather(-1, order).sort(descending=True, stable=True)
+    signed, shape = torch.stack([best[:, 0], -best[:, 1]], 1), (*vectors.shape[:-1], 2, k)
+    return Extremes(ids.gather(-1, order).reshape(shape), signed.reshape(shape))
 
 
 def _read(svd: linalg.SVD, reads: Tensor, writes: Tensor, features: int, k: int) -> list[Extremes]:
@@ -96,27 +92,24 @@ def _read(svd: linalg.SVD, reads: Tensor, writes: Tensor, features: int, k: int)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class TokenReadout(Table):
+class TokenReadout(Guarded, Table):
     """Tokens with the largest and smallest scores on each head's first singular directions: one row
     per head and direction, heads first (see :func:`token_readout`).
 
     ``left`` is the query side of W_QK or the reading side of W_OV, ``right`` the key side or the
     writing side: ids and scores ``[row 2 k]`` of the tokens with the largest and the smallest dot
-    products. ``values`` are all singular values per head. Directions that are ``degenerate``, whose
+    products. ``values`` are all singular values per head, ``coverage`` their curves
+    ``cumsum(s) / sum(s)``, not squared (NaN where all are zero); equal singular values, as by
+    chance, would give a straight line. Directions that are ``degenerate``, whose
     singular value is zero or within 1e-6 of a neighbour, are not unique.
     """
 
     matrix: str
     heads: tuple[tuple[int, int], ...]
     values: Float[Tensor, "head rank"]
+    coverage: Float[Tensor, "head rank"]
     left: Extremes
     right: Extremes
-
-    @property
-    def coverage(self) -> Float[Tensor, "head rank"]:
-        """Coverage curves ``cumsum(s) / sum(s)`` of the singular values, not squared (NaN where all
-        are zero). Equal singular values, as by chance, would give a straight line."""
-        return self.values.cumsum(-1) / self.values.sum(-1, keepdim=True)
 
 
 def _degenerate(values: Float[Tensor, "head rank"]) -> Bool[Tensor, "head rank"]:
@@ -201,6 +194,7 @@ def token_readout(
         matrix=matrix,
         heads=pairs,
         values=spectrum,
+        coverage=coverage,
         left=left,
         right=right,
     )

@@ -108,19 +108,18 @@ def fracture(P: np.ndarray) -> tuple[float, int]:
 
 
 class Cosines(NamedTuple):
-    """Of all (position, context) pairs: largest and mean absolute value, RMS, signed mean."""
+    """Of all (position, context) pairs: largest and mean absolute value, RMS."""
 
     max: float
     avg: float
     rms: float
-    signed: float
 
 
 def incoherence(P: np.ndarray, C: np.ndarray) -> Cosines:
     """SPEC B.9."""
     cos = np.array([[a @ b for b in unit(C)] for a in unit(P)])
     size, rms = np.abs(cos), np.sqrt((cos**2).mean())
-    return Cosines(*(float(x) for x in (size.max(), size.mean(), rms, cos.mean())))
+    return Cosines(*(float(x) for x in (size.max(), size.mean(), rms)))
 
 
 def subspace_overlap(P: np.ndarray, C: np.ndarray, rank: int) -> float:

@@ -28,8 +28,15 @@ SPLIT = "which trajectories are fitted follows their order"
 
 def trajectories(t: Any) -> Answers:
     """States of the last token."""
+    t, normed = t if isinstance(t, tuple) else (t, None)
     found: Answers = {"trajectories": t.X, "states": t.states, "position": t.position}
-    return found if t.post_norm is None else found | {"after the final norm": t.post_norm}
+    return found if normed is None else found | {"after the final norm": normed.X[:, -1]}
+
+
+def followed(w: World, after_norm: bool = False, **options: Any) -> Any:
+    """Trajectories of the pilots; where it is asked for, beside them those after the norm."""
+    found = tlg.trajectories(w.model, w.pilots, **QUIET, **options)
+    return (found, found.after_norm(w.model)) if after_norm else found
 
 
 def aligned(a: Any) -> Answers:
@@ -108,7 +115,9 @@ def langevin(m: Any) -> Answers:
     mean = x @ m.transition(1.0, 3.0).mT
     return {
         "mean at 3 from 1": mean,
-        "covariance at 3 from 1": m.noise_covariance(1.0, 3.0),
+        "covariance at 3 from 1": m.moments(
+            x[0], torch.zeros_like(m.transition(1.0, 1.0)), 1.0, 3.0
+        )[1],
         "variance gained by coordinates": m.noise_integral(1.0, 3.0),
     }
 
@@ -192,7 +201,9 @@ def skips(w: World, seed: int = 0, **options: Any) -> Any:
 
 
 def _langevin(_: World) -> Any:
-    return flow.LangevinModel.fit(_linear_flow(), noise=(0.05, 0.2))
+    X, about = _linear_flow(), Provenance()
+    paths = ensemble.Trajectories(X=X, states=(1, 2, 3, 4), position=-1, provenance=about)
+    return flow.LangevinModel.fit(paths, noise=(0.05, 0.2))
 
 
 def _samples(w: World, **options: Any) -> torch.Tensor:
@@ -204,10 +215,11 @@ def _samples(w: World, **options: Any) -> torch.Tensor:
 SUBJECTS = (
     Subject(
         name="trajectories",
-        call=lambda w, **o: tlg.trajectories(w.model, w.pilots, **QUIET, **o),
+        covers=("trajectories",),
+        call=followed,
         reference=reference.trajectories,
         answers=trajectories,
-        variants={"plain": {}, "position 4": {"position": 4}, "after norm": {"post_norm": True}},
+        variants={"plain": {}, "position 4": {"position": 4}, "after norm": {"after_norm": True}},
         order={"trajectories": 0, "after *": 0},
         batches=(1, 7),
         half=("trajectories",),

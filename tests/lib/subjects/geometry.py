@@ -33,7 +33,6 @@ def geometry(g: Any) -> Answers:
         "entries in directions of pos": g.block,
         "size of entries": column(g, "std"),
         "threshold": column(g, "threshold"),
-        "highest and lowest entry": column(g, "highest", "lowest"),
         "entries above threshold": column(g, "above_threshold"),
         "concentration in the corner": column(g, "concentration"),
         "concentration by chance": column(g, "null", "noise_null", "noise_high"),
@@ -44,7 +43,6 @@ def geometry(g: Any) -> Answers:
         "size of the low rank part": g.L.double().square().sum((1, 2)),
         "R2 of low rank, diagonal, both": column(g, "r2_low_rank", "r2_diagonal", "r2_joint"),
         "R2 by chance": column(g, "null_r2"),
-        "symmetric share": column(g, "symmetric"),
     }
 
 
@@ -346,9 +344,9 @@ def paths(p: Any) -> Answers:
         "coordinates": p.coordinates,
         "share of variance in coordinates": p.shown,
     }
-    for name in ("steps", "length", "net", "tortuosity", "radial", "tangential", "turn"):
-        found[name] = getattr(p, name)
-    return found
+    found |= {name: getattr(p, name) for name in ("steps", "length", "net", "tortuosity")}
+    # records have update, layer, batch, position
+    return found | {n: getattr(p, n).permute(3, 2, 0, 1) for n in ("radial", "tangential", "turn")}
 
 
 def norm(n: Any) -> Answers:

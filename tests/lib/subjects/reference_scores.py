@@ -250,7 +250,7 @@ def contextual(w: World, variant: str, answers: Answers) -> Expected:
     cosines = [geometry.incoherence(p.pos, p.ctx) for p in parts]
     found = {
         f"measure.incoherence_{name}": np.array([getattr(c, name) for c in cosines])
-        for name in ("max", "avg", "rms", "signed")
+        for name in ("max", "avg", "rms")
     }
     overlap = [geometry.subspace_overlap(p.pos, p.ctx, 5) for p in parts]
     found["measure.overlap"] = np.array(overlap)
