@@ -153,17 +153,3 @@ def test_a_chosen_set_of_heads_keeps_embedding_and_mlps() -> None:
     assert heads.unit == "heads"
     everything = tlg.faithfulness(model, PROMPTS, list(layout.edge_names()), **options)
     assert float(everything.f.value) == pytest.approx(1.0, abs=1e-4)
-
-
-def test_areas_have_intervals_over_prompts_and_a_null() -> None:
-    model, rows, others = tiny("bridge", "gpt2"), tokens(12, 8, seed=7), tokens(12, 8, seed=8)
-    options: dict[str, Any] = {"counterfactual": others, "answer": (5, 9)}
-    scores = tlg.edge_scores(model, rows, **options)
-    assert not scores.errors.isnan().any()
-    found = tlg.faithfulness(model, rows, scores, fractions=(0.1, 0.5), draws=3, **options)
-    assert found.random_cpr.shape == (3,)
-    for area in (found.cpr, found.cmd):
-        assert float(area.low) < float(area.value) < float(area.high)
-    again = tlg.faithfulness(model, rows, scores, fractions=(0.1, 0.5), draws=3, seed=1, **options)
-    assert not torch.equal(again.random, found.random)
-    assert torch.equal(again.metrics, found.metrics)

@@ -223,12 +223,6 @@ def test_position_along_what_a_head_reads_is_found_and_goes_with_position() -> N
     assert float(none["lift"][row]) > 3
 
 
-def test_what_all_contexts_share_at_a_position_cancels_in_the_null() -> None:
-    plain, strong = geometry(states(3)), geometry(states(3, position=10.0))
-    close(strong["noise_null"], plain["noise_null"], 1e-5)
-    assert bool((strong["concentration"] > 2 * plain["concentration"]).any())
-
-
 @pytest.mark.nightly
 def test_the_p_value_is_uniform_without_position() -> None:
     """Size at nominal 5% over states that vary most where L0H1 reads; the twin takes the exact

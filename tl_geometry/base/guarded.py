@@ -10,8 +10,9 @@ from torch import Tensor
 
 
 class Guarded:
-    """Hands out copies of the tensors that it has as fields, alone or in mappings: nothing that is
-    written to an answer changes it. Inner loops read ``vars(self)``, which copies nothing."""
+    """Hands out copies of the tensors that it has as fields, alone, in named tuples or in mappings:
+    nothing that is written to an answer changes it. Inner loops read ``vars(self)``, which copies
+    nothing."""
 
     if not TYPE_CHECKING:  # or every name would be an attribute of it
 
@@ -23,4 +24,6 @@ class Guarded:
 def _copied(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _copied(item) for key, item in value.items()}
+    if hasattr(value, "_make"):  # a named tuple
+        return value._make(map(_copied, value))
     return value.clone() if isinstance(value, Tensor) else value
