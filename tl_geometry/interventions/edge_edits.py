@@ -162,7 +162,7 @@ def _side(
         return run.own(letter)
     at, layer = rows["rows"], run.layer
     scale, constant = (read[f"{letter}_{name}"][at] for name in ("scale", "constant"))
-    mapped = getattr(layer, f"{letter}_map")(layer.h + change[at].to(layer.h))
+    mapped = layer.mapped(layer.h + change[at].to(layer.h), letter)
     return (mapped * scale.unsqueeze(-1) + constant)[:, :, list(run.heads)]
 
 
