@@ -141,7 +141,7 @@ def test_what_would_be_hidden_is_seen(browser: Browser, tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_the_folder_of_the_command_opens_as_it_is(browser: Browser, tmp_path: Path) -> None:
-    words = ["trace", "def f(width, height):\n    return", "--target", " w", "--out", str(tmp_path)]
+    words = ["trace", "def f(width, height):\n    return", "--answer", " w", "--out", str(tmp_path)]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
     ((before, after),) = drawn(browser, tmp_path)
