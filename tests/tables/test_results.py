@@ -264,7 +264,6 @@ def test_line_ends_in_texts_end_no_row() -> None:
     assert every(prints_its_rows) == {}
 
 
-@pytest.mark.xfail(reason="pandas writes line ends of a text into LaTeX as they are", strict=True)
 def test_line_ends_in_texts_end_no_row_of_latex() -> None:
     law = lambda result: next(filter(None, map(is_tabular, with_text(result, LINES))), "")
     assert every(law) == {}

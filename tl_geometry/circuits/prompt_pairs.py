@@ -45,9 +45,10 @@ def share_of(value: Any, name: str) -> float:
     (0.5, 1.0)
     """
     number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-    is_share = isinstance(number, Real) and not isinstance(number, bool) and 0 < number <= 1
-    require(is_share, name, expected="a share above 0, at most 1", got=repr(value))
-    return float(number)
+    is_number = isinstance(number, Real) and not isinstance(number, bool)
+    share = float(number) if is_number else torch.nan
+    require(0 < share <= 1, name, expected="a share above 0, at most 1", got=repr(value))
+    return share
 
 
 def measured(
