@@ -109,26 +109,6 @@ def row_hashes(tokens: Tensor) -> Tensor:
     )
 
 
-class Guarded:
-    """Hands out copies of the tensors that it has as fields, alone, in named tuples or in mappings:
-    nothing that is written to an answer changes it. Inner loops read ``vars(self)``, which copies
-    nothing."""
-
-    if not TYPE_CHECKING:  # or every name would be an attribute of it
-
-        def __getattribute__(self, name: str) -> Any:
-            value = super().__getattribute__(name)
-            return value if name.startswith("_") or name not in vars(self) else _copied(value)
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _copied(item) for key, item in value.items()}
-    if hasattr(value, "_make"):  # a named tuple
-        return value._make(map(_copied, value))
-    return value.clone() if isinstance(value, Tensor) else value
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Result:
     """Base of every result. Fields are tensors, mappings of tensors, records (dataclasses and named

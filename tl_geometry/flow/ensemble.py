@@ -19,8 +19,9 @@ from tqdm.auto import tqdm
 
 from tl_geometry.base.checks import finite, index, indices
 from tl_geometry.base.errors import fail, require
+from tl_geometry.base.guarded import Guarded
 from tl_geometry.base.linalg import normalize_rows, ratio
-from tl_geometry.base.results import Guarded, Result
+from tl_geometry.base.results import Result
 from tl_geometry.base.tables import Table
 from tl_geometry.corpus.sources import as_tokens
 from tl_geometry.corpus.token_windows import TokensLike, begins_with_bos

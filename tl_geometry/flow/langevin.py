@@ -33,7 +33,8 @@ from torch import Tensor
 
 from tl_geometry.base.checks import describe, finite
 from tl_geometry.base.errors import require
-from tl_geometry.base.results import Guarded, Provenance, Result
+from tl_geometry.base.guarded import Guarded
+from tl_geometry.base.results import Provenance, Result
 from tl_geometry.flow.ensemble import SOURCE, Trajectories
 from tl_geometry.flow.noise import NoiseLaw
 

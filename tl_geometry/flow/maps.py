@@ -29,8 +29,8 @@ from torch import Tensor
 
 from tl_geometry.base.checks import describe, finite, index
 from tl_geometry.base.errors import choice, require
+from tl_geometry.base.guarded import Guarded
 from tl_geometry.base.linalg import SVD, svd
-from tl_geometry.base.results import Guarded
 
 ALIGNMENTS = ("greedy", "hungarian")
 """How :func:`align_directions` chains singular directions."""

@@ -25,7 +25,8 @@ from torch import Tensor
 from tl_geometry.base import html, linalg
 from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import UnsupportedModelError, choice, fail, require
-from tl_geometry.base.results import Guarded, Result
+from tl_geometry.base.guarded import Guarded
+from tl_geometry.base.results import Result
 from tl_geometry.corpus.sources import as_tokens
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.decomposition.position_context import PositionContext, require_basis

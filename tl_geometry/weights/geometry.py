@@ -30,9 +30,9 @@ from torch import Tensor
 
 from tl_geometry.base import checks
 from tl_geometry.base.errors import require
+from tl_geometry.base.guarded import Guarded
 from tl_geometry.base.intervals import FEWEST, FEWEST_GROUPS
 from tl_geometry.base.linalg import ratio
-from tl_geometry.base.results import Guarded
 from tl_geometry.base.tables import Table
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
 from tl_geometry.decomposition.resampling import noise_weights, window_means

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tl_geometry.base import checks, linalg
 from tl_geometry.base.errors import require
-from tl_geometry.base.results import Guarded
+from tl_geometry.base.guarded import Guarded
 from tl_geometry.base.tables import Table
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.reader import as_view
