@@ -162,7 +162,7 @@ def test_a_folder_of_other_things_is_refused_and_forced(model: Any, tmp_path: Pa
     build(model, rows, tmp_path, sections=["overview"], force=True)
     assert (tmp_path / "notes.txt").read_text() == "mine"
     assert (tmp_path / "heads.csv").read_text() == "mine"
-    assert (tmp_path / "overview.csv").read_text().startswith("property,value")
+    assert (tmp_path / "overview.csv").read_text().startswith('"property","value"')
     for text in ("{", "[]", '{"written_by": "me"}', "[" * 100_000):
         (tmp_path / "report.json").write_text(text)
         with pytest.raises(tlg.GeometryError, match="--force"):

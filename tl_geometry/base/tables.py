@@ -38,8 +38,12 @@ class Table(Result):
     chance: str = ""
 
     @staticmethod
-    def of(frame: pd.DataFrame, provenance: Provenance, *, chance: str = "") -> Table:
-        """A table of a DataFrame, without its index."""
+    def of(frame: Any, provenance: Provenance, *, chance: str = "") -> Table:
+        """A table of a DataFrame, without its index, or of what makes one: columns by name, or rows
+        of cells by name."""
+        import pandas as pd
+
+        frame = pd.DataFrame(frame)
         columns = [frame[name].tolist() for name in frame]  # plain numbers, of each column's type
         cells = tuple(zip(*columns, strict=True))
         names = tuple(map(str, frame.columns))

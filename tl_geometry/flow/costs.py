@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import pandas as pd
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -128,7 +127,7 @@ def truncation_kl(
     kl, reverse, top1, top5 = found.mean(1)
     error = found[0].std(0) / len(rows) ** 0.5
     numbers = {"kl": kl, "kl_se": error, "kl_reverse": reverse, "top1": top1, "top5": top5}
-    table = pd.DataFrame({"K": grid, **{name: x.tolist() for name, x in numbers.items()}, **about})
+    table = {"K": grid, **{name: x.tolist() for name, x in numbers.items()}, **about}
     flags = ["chunks of the directions not known"] if fitted is None else []
     flags += ["directions fitted on the same chunks"] if shared else []
     flags += [f"{flag}: no K is claimed" for flag in few]
@@ -247,10 +246,11 @@ def skip_costs(
     costs = torch.stack(found)[:, [place[job] for job in jobs]]
     kl, top1, top5, increase, own = costs.mean(0).T.tolist()
     error = (costs[..., 0].std(0) / len(rows) ** 0.5).tolist()
-    cells = [(kind, a, b, b - a) for (a, b), kind in jobs]
-    table = pd.DataFrame(cells, columns=["map_type", "from_layer", "to_layer", "skipped"])
-    table = table.assign(kl=kl, kl_se=error, top1=top1, top5=top5, loss_increase=increase)
-    table = table.assign(own_loss=own, train=len(ensemble), test=len(rows))
+    kinds, starts, ends = zip(*((kind, a, b) for (a, b), kind in jobs), strict=True)
+    table: dict[str, Any] = {"map_type": kinds, "from_layer": starts, "to_layer": ends}
+    table["skipped"] = [b - a for (a, b), _ in jobs]
+    table |= {"kl": kl, "kl_se": error, "top1": top1, "top5": top5, "loss_increase": increase}
+    table |= {"own_loss": own, "train": len(ensemble), "test": len(rows)}
     own_loss, chance = own[0], math.log(view.d_vocab)
     if own_loss > NEAR_CHANCE * chance:
         text = f"the model's own loss, {own_loss:.2f} nats, is near chance ({chance:.2f})"

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
-import pandas as pd
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -123,7 +122,7 @@ class Trajectories(Guarded, Result):
             found, _ = maps.measured(maps.flow_map(self.aligned_bases, i, j), X[i], X[j])
             rows.append({"start": self.states[i], "end": self.states[j], **found})
         chance = "In-sample errors: 0 where rotation and stretch explain all."
-        return Table.of(pd.DataFrame(rows), self.provenance, chance=chance)
+        return Table.of(rows, self.provenance, chance=chance)
 
 
 def require_fitting(

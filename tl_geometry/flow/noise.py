@@ -10,7 +10,6 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
-import pandas as pd
 import torch
 from jaxtyping import Float
 from scipy.optimize import linprog, minimize_scalar
@@ -260,7 +259,7 @@ def layer_anomalies(
 
     Returns a row per measure and target state: ``measure, state, excess, z, limit, flagged``.
     """
-    tables: list[pd.DataFrame] = []
+    rows: list[dict[str, Any]] = []
     for measure in of:
         start, end, values = _pairs(report, measure)
         design = torch.stack([torch.ones_like(end), end, torch.log(end - start)], dim=1)
@@ -280,8 +279,8 @@ def layer_anomalies(
         z = torch.where(mad > 0, deviation / (MAD_TO_SD * mad), far)
         z[~known | (known.sum() < 4)] = torch.nan
         limit = familywise_threshold(int(known.sum()))
-        numbers = {"excess": excess.tolist(), "z": z.tolist()}
-        table = pd.DataFrame({"measure": measure, "state": states, **numbers})
-        tables.append(table.assign(limit=limit, flagged=table["z"].abs() > limit))
+        for state, e, score in zip(states, excess.tolist(), z.tolist(), strict=True):
+            row = {"measure": measure, "state": state, "excess": e, "z": score, "limit": limit}
+            rows.append({**row, "flagged": abs(score) > limit})
     chance = "By chance 5% of measures flag any state."
-    return Table.of(pd.concat(tables), report.provenance, chance=chance)
+    return Table.of(rows, report.provenance, chance=chance)

@@ -10,7 +10,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import pandas as pd
 import torch
 
 from tl_geometry.base.errors import require
@@ -85,7 +84,7 @@ def flow_report(
     far = outliers(ensemble.X)
     flags += [f"{len(far)} norm outliers kept"] if far else []
     chance = "A relative error of 1 is that of putting zero in the state's place."
-    return Table.of(pd.DataFrame(rows), ensemble.provenance.flagged(*flags), chance=chance)
+    return Table.of(rows, ensemble.provenance.flagged(*flags), chance=chance)
 
 
 def compare_ensembles(ensembles: Mapping[str, Trajectories], *, k: int = 10) -> Table:
@@ -128,4 +127,4 @@ def compare_ensembles(ensembles: Mapping[str, Trajectories], *, k: int = 10) -> 
     few = too_few(len(fewest), fewest.X.shape[-1], "directions and maps")
     provenance = next(iter(ensembles.values())).provenance.flagged(*few)
     chance = "neighbours_chance is the share of neighbours that stay where they are drawn at random"
-    return Table.of(pd.DataFrame(rows), provenance, chance=chance)
+    return Table.of(rows, provenance, chance=chance)

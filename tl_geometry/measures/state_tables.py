@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import pandas as pd
 import torch
 from torch import Tensor
 
@@ -32,7 +31,7 @@ position and context alone, covered 71 to 86% in the first states of a real mode
 
 def table_of(basis: PositionContext, columns: Values, flags: Sequence[str], chance: str) -> Table:
     """Columns of numbers as a table of a basis."""
-    frame = pd.DataFrame({name: column.tolist() for name, column in columns.items()})
+    frame = {name: column.tolist() for name, column in columns.items()}
     return Table.of(frame, basis.provenance.flagged(*flags, *basis.flags()), chance=chance)
 
 

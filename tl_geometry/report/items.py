@@ -224,7 +224,7 @@ def _drawn(a: Analysis, anova: Any) -> Any:
 
 
 def _spirals(a: Analysis, anova: Any) -> Any:
-    return render.spirals(a.basis, control=a.untrained)
+    return render.spirals(a.basis)
 
 
 def _beside_untrained(a: Analysis, anova: Any) -> pd.DataFrame:
