@@ -20,7 +20,6 @@ from tests.lib.models import tiny, tokens
 from tests.lib.reference import moments as reference
 from tl_geometry import PositionContext, decompose, decompose_activations
 from tl_geometry.corpus import TokenWindows
-from tl_geometry.decomposition import position_context
 
 pytestmark = pytest.mark.once
 
@@ -146,25 +145,6 @@ def test_float32_products_stay_accurate_where_plain_ones_fail() -> None:
     mean = rows.double().mean(0)
     plain = (rows.T @ rows).double() - len(rows) * torch.outer(mean, mean)
     assert (plain - exact).abs().max() > 1e-3 * exact.trace()
-
-
-def test_a_basis_of_a_large_model_can_be_mailed(tmp_path: Path) -> None:
-    """Float32 sums in a file above 40 MB (here of 1 kB): what is read is the basis to its
-    rounding, also where a coordinate has a mean of thousands; sums of squares stay."""
-    h = random_states(2, 12, 200, 16)
-    h[..., 2] += 3000
-    basis = decompose_activations(h)
-    sizes = []
-    for limit in (position_context.MAILED, 1000):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(position_context, "MAILED", limit)
-            path = basis.save(tmp_path / f"{limit}.safetensors")
-        lean = PositionContext.load(path)
-        sizes.append(path.stat().st_size)
-        assert close(lean.mean, basis.mean, 1e-9)
-        assert close(lean.pos, basis.pos, 1e-6)
-        assert close(lean.anova().pos, basis.anova().pos, 1e-6)
-    assert sizes[1] < 0.65 * sizes[0]
 
 
 @pytest.mark.parametrize("copies", [2, 8])

@@ -42,10 +42,10 @@ def test_a_sweep_equals_its_splits(kind: str, normed: bool) -> None:
     shares = split.shares()
     assert swept.heads == shares.heads
     assert swept.bias_label == shares.bias_label
-    for name in (*SHARES, "group_cs", "group_gs", "total", "gain_total", "dropped_mass"):
+    for name in (*SHARES, "total", "gain_total", "dropped_mass"):
         a, b = getattr(swept, name), getattr(shares, name)
         assert float((a - b).abs().max()) <= 1e-5 * float(b.abs().max()), name
-    assert swept.by_group.labels == shares.by_group.labels
+    assert swept.dominant_by("group").labels == shares.dominant_by("group").labels
     assert float(swept.dropped_mass.min()) > 1e-3
     ours, theirs = swept.planes().to_dataframe(), split.planes().to_dataframe()
     assert ours[["layer", "head", "plane", "term"]].equals(
@@ -53,10 +53,6 @@ def test_a_sweep_equals_its_splits(kind: str, normed: bool) -> None:
     )
     for name in SHARES:
         assert ours[name].to_numpy() == pytest.approx(theirs[name].to_numpy(), abs=1e-5)
-    assert (
-        swept.shares().to_dataframe().drop(columns="total").shape
-        == shares.to_dataframe().drop(columns="total").shape
-    )
 
 
 def jackknife(
@@ -98,10 +94,9 @@ def test_intervals_are_those_of_sweeps_run_again(kind: str, normed: bool) -> Non
     ]
     for share in SHARES:
         for by in ("term", "group"):
-            name = share if by == "term" else f"group_{share}"
-            left_out = [[getattr(t, name) for t in source] for source in (of_basis, of_windows)]
+            left_out = [[t.share(share, by) for t in source] for source in (of_basis, of_windows)]
             expected = jackknife(
-                getattr(table, name), [(left_out[0], [10] * 4), (left_out[1], [8] * 5)]
+                table.share(share, by), [(left_out[0], [10] * 4), (left_out[1], [8] * 5)]
             )
             found = table.interval(share, by)
             for ours, theirs in zip(found[:3], expected):
@@ -114,7 +109,7 @@ def test_intervals_are_those_of_sweeps_run_again(kind: str, normed: bool) -> Non
 def test_the_null_of_position() -> None:
     """Learned positions that matter are seen by every draw; p is adjusted for the heads."""
     found = sweep_of("gpt2", intervals=True)
-    p, position = found.nulls["p_position"], found.group_cs[:, 0]
+    p, position = found.nulls["p_position"], found.share("cs")[:, 0]
     strong = position > 0.2
     assert bool(strong.any())
     assert bool((p[strong] <= 2 / 2000).all())
@@ -157,6 +152,6 @@ def test_the_heads_of_the_embedded_model_are_found() -> None:
     windows = tlg.zoo.default_windows(model, 64, n=48)
     basis = tlg.decompose(model, windows[:32], **QUIET)
     table = tlg.sweep_heads(model, windows[32:], basis, **QUIET)
-    assert table.top("previous", 2).by_group.labels == ("position",) * 2
-    assert table.top("induction", 3).by_group.labels == ("content",) * 3
+    assert table.top("previous", 2).dominant_by("group").labels == ("position",) * 2
+    assert table.top("induction", 3).dominant_by("group").labels == ("content",) * 3
     assert (table.types["previous"] < 0.2).sum() == 14

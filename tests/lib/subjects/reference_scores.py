@@ -228,7 +228,6 @@ def positional(w: World, variant: str, answers: Answers) -> Expected:
         "measure.rank": rank,
         "measure.threshold": threshold,
         "measure.explained": np.array([a.sum() / b.sum() for a, b in zip(kept, s)]),
-        "measure.explained_energy": np.array([a @ a / (b @ b) for a, b in zip(kept, s)]),
         "measure.stable_rank": of(geometry.stable_rank),
         "measure.low_frequency": of(lambda P: geometry.low_frequency_share(P, frequencies)),
         "measure.off_diagonal": of(geometry.off_diagonal_share),
