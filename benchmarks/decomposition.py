@@ -53,7 +53,8 @@ def run(size: str) -> list[Row]:
     weights by transformers (eager attention, without the output head) over the same tokens; and
     peak memory."""
     layers, width, length, contexts = SIZES[size]
-    weights, device = gpt2_weights(layers, width, length), "cuda" if size == "gpu" else "cpu"
+    weights: Any = gpt2_weights(layers, width, length)
+    device = "cuda" if size == "gpu" else "cpu"
     plain = plain_models(weights, device)[EAGER]
     view = tlg.view(from_hf(weights.to(device), None, name="random-gpt2"))
     tokens = torch.randint(

@@ -10,7 +10,6 @@ import torch
 import tl_geometry as tlg
 from benchmarks.decomposition import gpt2
 from benchmarks.harness import Row, child, interleave, machine, paired
-from tests.lib.dense import dense_shares
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.scores.sweep import sweep_heads
 
@@ -46,8 +45,18 @@ def materialised(view: Any, tokens: torch.Tensor, basis: PositionContext) -> tor
         k[0] += layer.k_constant
         pairs = [(a * layer.scale, b) for a in q for b in k]
         terms = torch.stack([torch.einsum("bihe,bjhe->bhij", a, b) for a, b in pairs])
-        found.append(dense_shares(terms, layer.allowed, drop=basis.window[0]).cs.cpu())
+        found.append(covariance_shares(terms, layer.allowed, basis.window[0]).cpu())
     return torch.cat(found)
+
+
+def covariance_shares(terms: torch.Tensor, allowed: torch.Tensor, drop: int) -> torch.Tensor:
+    """Shares ``[head term]`` of terms ``[term batch head query key]``, by their definition."""
+    terms, allowed = terms[..., drop:, drop:].double(), allowed[drop:, drop:]
+    counts = allowed.sum(-1, keepdim=True).clamp(min=1)
+    inside = torch.where(allowed, terms, 0)
+    centred = torch.where(allowed, inside - inside.sum(-1, keepdim=True) / counts, 0)
+    products = (centred.sum(0) * centred).sum((1, 3, 4))
+    return (products / products.sum(0)).mT
 
 
 def run(size: str) -> list[Row]:
