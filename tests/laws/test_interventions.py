@@ -413,6 +413,34 @@ def test_edits_act_on_the_stream_as_other_hooks_leave_it(kind: str) -> None:
         assert same(logits, wanted, kind)
 
 
+@pytest.mark.parametrize("which", ["term", "planes", "edge", "heads", "path"])
+def test_gradients_pass_through_edits(which: str) -> None:
+    """Autograd agrees with a central difference of the logits inside the edit."""
+    direction = torch.randn(1, 1, 32, generator=torch.Generator().manual_seed(0)).double()
+    with InDouble():
+        model, names = exact("llama"), ["L1H0", "L1H2"]
+        edit = {
+            "term": lambda: interventions.term(model, exact_basis("llama"), "content", names),
+            "planes": lambda: interventions.planes(model, [0], names),
+            "edge": lambda: interventions.edge(model, PROMPTS, "L0H1", "L1H1", side="query"),
+            "heads": lambda: interventions.heads(model, ["L0H1"], by="prompt"),
+            "path": lambda: interventions.path(model, "L0H1", ["L1H1<q>", "mlp1"], by="prompt"),
+        }[which]()
+
+        def logit(step: Tensor, hooks: Any = edit) -> Tensor:
+            # behind the states by which prompts are known
+            move = ("blocks.0.hook_mlp_out", lambda value, hook: value + step * direction)
+            return model.run_with_hooks(PROMPTS, fwd_hooks=[move, *hooks])[1, -1, 7]
+
+        step = torch.zeros((), dtype=torch.float64, requires_grad=True)
+        found, plain = (torch.autograd.grad(logit(step, h), step)[0] for h in (edit, ()))
+        with torch.no_grad():
+            up, down = (logit(torch.tensor(x, dtype=torch.float64)) for x in (1e-5, -1e-5))
+    wanted = float(up - down) / 2e-5
+    assert abs(float(found) - wanted) < 1e-6 * abs(wanted)
+    assert abs(float(found - plain)) > 1e-4 * float(plain.abs())  # the twin: without the edit
+
+
 def test_sums_of_edits_are_edits() -> None:
     kind = "llama"
     right = decoder(kind)
