@@ -54,7 +54,9 @@ def extremes(
     >>> e.ids.tolist(), e.scores.tolist()
     ([[0, 2], [1, 2]], [[2.0, 0.5], [-1.0, 0.5]])
     """
-    require(1 <= k <= len(tokens), "k", expected=f"1 to {len(tokens)} tokens", got=k)
+    number = checks.whole(k)
+    fits = number is not None and 1 <= number <= len(tokens)
+    require(fits, "k", expected=f"1 to {len(tokens)} tokens", got=k)
     flat = vectors.reshape(-1, vectors.shape[-1]).to(tokens)
     found = []
     for some in flat.split(max(1, SCORES // len(tokens))):

@@ -252,11 +252,13 @@ def faults(subject: Subject, variant: str, here: World, answers: Answers) -> Non
 
 @contextmanager
 def planted(here: World, where: str, factor: float) -> Iterator[World]:
-    """The world with a hook in block 1; what was fitted on the clean model stays."""
+    """The world with a hook in block 1; what was fitted on the clean model stays. The factor is of
+    three coordinates (or keys): a norm behind attention would cancel a factor of all."""
     there = here.changed()
     for name in ("basis", "normalized_basis", "ensemble"):
         vars(there)[name] = getattr(here, name)
-    hooks = [(f"blocks.1.attn.hook_{where}", lambda value, hook: value * factor)]
+    changed = lambda value, hook: torch.cat([value[..., :3] * factor, value[..., 3:]], -1)
+    hooks = [(f"blocks.1.attn.hook_{where}", changed)]
     with here.model.hooks(fwd_hooks=hooks):
         yield there
 

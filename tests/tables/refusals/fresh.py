@@ -16,7 +16,6 @@ from tests.tables.refusals.changed_models import altered, made, with_bos, with_t
 from tests.tables.refusals.row import Row, Scene
 from tl_geometry import corpus, interventions
 
-WRONG, STOPS = "wrong without a word", "ends inside torch or Python"
 QUIET: dict[str, Any] = {"progress": False}
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 import tl_geometry as tlg
-from tests.tables.refusals.fresh import QUIET, STOPS
+from tests.tables.refusals.fresh import QUIET
 from tests.tables.refusals.row import Row, Scene
 from tl_geometry import interventions
 
@@ -81,10 +81,6 @@ NUMBERS: dict[str, tuple[Callable[[Scene, Any], Any], str]] = {
 TAKEN = {"numpy": np.int64(2), "a tensor": torch.tensor(2)}
 REFUSED = {"true": True, "a float": 2.0, "a string": "2"}
 """A string as a target is a text of one token, which has its own rows."""
-OPEN_NUMBERS = {
-    *(f"15 {kind}: {where}" for kind in REFUSED for where in ("token_readout k",)),
-}
-"""Rows that stop, or take what is no number, in the present version."""
 
 
 def _numbers() -> Iterator[Row]:
@@ -97,7 +93,6 @@ def _numbers() -> Iterator[Row]:
                 name=name,
                 call=lambda s, call=call, number=number: call(s, number),
                 what=what if kind in REFUSED else None,
-                today=STOPS if name in OPEN_NUMBERS else "",
             )
 
 
