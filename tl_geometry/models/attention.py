@@ -140,23 +140,27 @@ class Attention:
         shape = raw["q"].shape[:-1]
         for w in "qkv":
             scale = (1 / fields["norm_scale"]).unsqueeze(-1).expand(shape)
-            constant = self.constant(w).expand(*shape, -1)
+            # one row for each position, the same in all contexts
+            constant = self.turned(self.constant(w).expand(*shape[1:], -1), w).expand(*shape, -1)
             if w != "v" and self.qk_norm is not None:
                 qk_scale = self.qk_norm[w].scale(raw[w])
                 scale, constant = scale / qk_scale, constant / qk_scale.unsqueeze(-1)
-            fields |= {f"{w}_scale": scale, f"{w}_constant": self.turned(constant, w)}
+            fields |= {f"{w}_scale": scale, f"{w}_constant": constant}
         return fields
 
-    def magnitudes(self, h: Stream, which: str, *, entering: bool = False) -> Heads:
+    def magnitudes(self, h: Stream, which: str) -> Heads:
         """:meth:`raw` with absolute values throughout, ``sum_d |x_d W_de| + |constant|``: rounding
-        grows with these. With ``entering`` after any QK-norm."""
+        grows with these."""
         x = (self.norm.normalize(h) * self.norm.gain).abs()
         read = einsum(x, self.matrix(which).abs(), "... d, h d e -> ... h e")
-        size = read + self.constant(which).abs()
-        if not entering or self.qk_norm is None:
-            return size
+        return read + self.constant(which).abs()
+
+    def sizes_entering(self, sizes: Heads, raw: Heads, which: str) -> Heads:
+        """:meth:`magnitudes` after any QK-norm, whose scale is that of ``raw``."""
+        if self.qk_norm is None:
+            return sizes
         norm = self.qk_norm[which]
-        return size / norm.scale(self.raw(h, which)).unsqueeze(-1) * norm.gain.abs()
+        return sizes / norm.scale(raw).unsqueeze(-1) * norm.gain.abs()
 
 
 def attention_of(

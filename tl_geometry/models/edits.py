@@ -199,7 +199,9 @@ def _require_close(
     layer, roundoff, heads = run.layer, run.layer.roundoff, list(run.heads)
     error = float((own - model).abs().max())
     if name in "qk":
-        size = float(layer.magnitudes(layer.h, name, entering=True)[:, :, heads].max())
+        sizes = layer.magnitudes(layer.h, name)
+        sizes = layer.sizes_entering(sizes, layer.raw(layer.h, name), name)
+        size = float(sizes[:, :, heads].max())
         bound = reconstruction_bound(roundoff, max(size, float(own.abs().max())))
     else:
         # the largest that a score can be (Cauchy-Schwarz), at least 1

@@ -136,11 +136,11 @@ class LayerView(Attention):
         """Queries, keys, scores and pattern against the model's own. ``raw`` holds queries and keys
         before QK-norm and rotation, ``hooked`` the model's, where they are known."""
         checks: dict[str, tuple[float, float]] = {}
+        of_raw = {w: self.magnitudes(self.h, w) for w in "qk"}
         for w, value in hooked.items():
             if value is not None:
-                size = float(self.magnitudes(self.h, w).max())
                 error = float((raw[w] - value).abs().max())
-                checks[w] = error, reconstruction_bound(self.roundoff, size)
+                checks[w] = error, reconstruction_bound(self.roundoff, float(of_raw[w].max()))
         heads, cells = self.q.shape[2], self.q.shape[0] * self.allowed.numel()
         step = max(1, CHUNK // cells)
         found = [self._errors(slice(i, i + step)) for i in range(0, heads, step)]
@@ -158,7 +158,7 @@ class LayerView(Attention):
         allowed = {"scores": scale, "pattern": max(scale, 1.0), "pattern sum": of_sums}
         for name, error in worst.items():
             checks[name] = error, reconstruction_bound(self.roundoff, allowed[name])
-        sizes = {w: float(self.magnitudes(self.h, w, entering=True).max()) for w in "qk"}
+        sizes = {w: float(self.sizes_entering(of_raw[w], raw[w], w).max()) for w in "qk"}
         return ReconstructionReport(checks=checks, scale=scale, sizes=sizes)
 
     def _errors(self, heads: slice) -> dict[str, Tensor]:
@@ -170,10 +170,11 @@ class LayerView(Attention):
         size = scores_of((q - q0).abs() + q0.abs(), (k - k0).abs() + k0.abs(), self.scale)
         if self.bias is not None:
             total, size = total + self.bias[heads], size + self.bias[heads].abs()
-        capped, errors = soft_cap(total, self.softcap), {"scale": size[..., self.allowed].max()}
+        capped = soft_cap(total, self.softcap)
+        errors = {"scale": torch.where(self.allowed, size, 0.0).amax()}
         if self.scores is not None:
             gap = (capped - self.scores[:, heads]).abs()
-            errors["scores"] = gap[..., self.allowed].max()
+            errors["scores"] = torch.where(self.allowed, gap, 0.0).amax()
         if self.pattern is not None:
             pattern = self.pattern[:, heads]
             errors["pattern"] = pattern_error(capped, pattern, self.allowed, self.roundoff)

@@ -149,17 +149,33 @@ class Layers(Runner):
         verified."""
         tables = ("hook_cos", "hook_sin")  # those of all contexts
         one = {k: v if k.endswith(tables) else v[row : row + 1] for k, v in activations.items()}
-        return self._build(layer, one, verify=True), self._build(layer, activations, verify=False)
+        read = self._read(layer, activations)  # its weights serve both
+        return (
+            self._build(layer, one, verify=True, read=read),
+            self._build(layer, activations, verify=False, read=read),
+        )
 
-    def _build(self, layer: int, activations: Mapping[str, Tensor], *, verify: bool) -> LayerView:
+    def _read(self, layer: int, activations: Mapping[str, Tensor]) -> Attention:
+        """The layer with its tensors as they are now, under the rotation of a pass."""
+        h, module = activations[f"blocks.{layer}.hook_resid_pre"], self._model.blocks[layer].attn
+        tables = rotary_tables(module, activations, f"blocks.{layer}.attn.", h.shape[1])
+        return self._attention(layer, upcast(h[:1, :1]), tables)
+
+    def _build(
+        self,
+        layer: int,
+        activations: Mapping[str, Tensor],
+        *,
+        verify: bool,
+        read: Attention | None = None,
+    ) -> LayerView:
         """The view of a layer from its activations by hook name."""
         if verify and torch.is_grad_enabled():
             with torch.no_grad():
-                return self._build(layer, activations, verify=True)
+                return self._build(layer, activations, verify=True, read=read)
         prefix, module = f"blocks.{layer}.attn.", self._model.blocks[layer].attn
         h = upcast(activations[f"blocks.{layer}.hook_resid_pre"])
-        length, tables = h.shape[1], rotary_tables(module, activations, prefix, h.shape[1])
-        attention = self._attention(layer, h, tables)
+        attention, length = read or self._read(layer, activations), h.shape[1]
         reading, heads = attention.reading, len(attention.weights.W_Q)
         q, k, v, z, pattern, scores = (
             cached(activations, f"blocks.{layer}.{name}", heads) for name in CORE
@@ -187,10 +203,11 @@ class Layers(Runner):
         if not verify:
             return view
         report = view.report(raw, {"q": q, "k": k})
-        hooks = [n for n in hooked_points(self._model) if n.startswith(f"blocks.{layer}.")]
-        acting = f", under hooks at {brief(hooks)}" if hooks else ""
-        checks = [(layer, name, *pair) for name, pair in report.checks.items()]
-        require_reconstruction(checks, f"layer {layer} of {self.name}{acting}")
+        if not report.adds_up:  # to look for hooks takes as long as a check
+            hooks = [n for n in hooked_points(self._model) if n.startswith(f"blocks.{layer}.")]
+            acting = f", under hooks at {brief(hooks)}" if hooks else ""
+            checks = [(layer, name, *pair) for name, pair in report.checks.items()]
+            require_reconstruction(checks, f"layer {layer} of {self.name}{acting}")
         return replace(view, reconstruction=report)
 
     # ---- passes
