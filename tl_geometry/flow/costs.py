@@ -16,13 +16,14 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from tl_geometry.base.checks import count, several
 from tl_geometry.base.errors import require
 from tl_geometry.base.tables import Table
 from tl_geometry.corpus.sources import as_tokens
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.flow import ensemble as paths
 from tl_geometry.flow import maps
-from tl_geometry.flow.pilots import Edit, Pilot, pilots
+from tl_geometry.flow.pilots import Edit, Pilots, pilots
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.next_token import require_output
@@ -52,7 +53,7 @@ def truncation_kl(
     tokens: TokensLike,
     ensemble: paths.Trajectories,
     *,
-    K: tuple[int, ...] | None = None,
+    K: Sequence[int] | int | None = None,
     batch_size: int | None = None,
     prepend_bos: bool | None = None,
     progress: bool = True,
@@ -101,20 +102,24 @@ def truncation_kl(
     states, aligned = range(1, view.n_layers + 1), ensemble.aligned_bases
     paths.require_fitting(view, ensemble, states, rows.tokens)
     default_grid = (*(k for k in GRID if k < aligned.rank), aligned.rank)
-    grid = default_grid if K is None else tuple(sorted(set(K)))
-    fits = bool(grid) and grid[0] >= 1 and grid[-1] <= aligned.rank
-    expected, instead = f"1 to {aligned.rank} directions", "more trajectories"
-    require(fits, "K", expected=expected, got=grid, instead=instead)
+    given = default_grid if K is None else several(K)
+    instead = "more trajectories, for more directions"
+    grid = tuple(sorted({count(k, "K", 1, aligned.rank, instead) for k in given}))
+    require(grid, "K", expected="numbers of directions", got="none")
     edits = {s: _projection(view, aligned, ensemble.states.index(s), grid) for s in states}
     measured, baseline, previous = [], [], None
     bar = {"total": len(rows), "disable": not progress, "desc": "truncation", "unit": "chunk"}
-    for pilot in tqdm(pilots(view, rows.tokens, batch_size), **bar):
-        log_probs = pilot(edits, 1 + len(grid))
-        own, changed = log_probs[:1], log_probs[1:]
-        measured.append(torch.stack(list(distances(changed, own.expand_as(changed)))).cpu())
-        baseline += [] if previous is None else [distances(own, previous).kl.cpu()]
-        previous = own
-    found, apart, fitted = torch.stack(measured, dim=1), torch.cat(baseline), ensemble.tokens
+    with tqdm(**bar) as shown:
+        for some in pilots(view, rows.tokens, 1 + len(grid), batch_size):
+            log_probs = some(edits, 1 + len(grid))
+            own, changed = log_probs[0], log_probs[1:]
+            measured.append(torch.stack(list(distances(changed, own))).mT.cpu())
+            before = own if previous is None else torch.cat([previous, own])
+            baseline.append(distances(before[1:], before[:-1]).kl.cpu())
+            previous = own[-1:]
+            shown.update(len(own))
+    # [column chunk K]
+    found, apart, fitted = torch.cat(measured, dim=1), torch.cat(baseline), ensemble.tokens
     shared = fitted is not None and bool(paths.shared_rows(rows.tokens, fitted).any())
     few = paths.too_few(len(ensemble), view.d_model, "directions")
     about = {
@@ -155,11 +160,12 @@ def directions_needed(curve: Table, share: float = 0.1) -> int | None:
 def _projection(
     view: ModelView, aligned: maps.AlignedBases, row: int, grid: tuple[int, ...]
 ) -> Edit:
-    """Keeps the first row, the model's own, of states ``[row d_model]`` and projects the others on
-    K directions each; the first time it makes them of the one row."""
+    """Keeps the first variant, the model's own, of states ``[variant chunk d_model]`` and projects
+    the others on K directions each; the first time it makes them of the one."""
     U = maps.top_directions(aligned, row, grid[-1]).to(view.device, view.dtype)
     # one product for all K: directions beyond K are masked
-    kept = (torch.arange(grid[-1]) < torch.tensor(grid)[:, None]).to(view.device, view.dtype)
+    kept = torch.arange(grid[-1]) < torch.tensor(grid)[:, None, None]
+    kept = kept.to(view.device, view.dtype)
 
     def edit(h: Tensor) -> Tensor:
         variants = h if len(h) == 1 else h[1:]
@@ -239,11 +245,15 @@ def skip_costs(
     fitted = _fit(ensemble, jobs)
     items, found = list(fitted.items()), []
     parts = [dict(items[i : i + VARIANTS]) for i in range(0, len(items), VARIANTS)]
-    bar = tqdm(rows.tokens[:, -1], disable=not progress, desc="skipping", unit="chunk")
-    for pilot, target in zip(pilots(view, rows.tokens[:, :-1], batch_size), bar, strict=True):
-        found.append(torch.cat([_measure(pilot, target, part) for part in parts]))
+    bar = {"total": len(rows), "disable": not progress, "desc": "skipping", "unit": "chunk"}
+    read, targets, most = *rows.tokens.split([rows.length - 1, 1], 1), 1 + max(map(len, parts))
+    with tqdm(**bar) as shown:
+        for some in pilots(view, read, most, batch_size):
+            now, targets = targets[: len(some.tokens), 0], targets[len(some.tokens) :]
+            found.append(torch.cat([_measure(some, now, part) for part in parts], dim=1))
+            shown.update(len(now))
     place = {job: i for i, job in enumerate(fitted)}
-    costs = torch.stack(found)[:, [place[job] for job in jobs]]
+    costs = torch.cat(found)[:, [place[job] for job in jobs]]
     kl, top1, top5, increase, own = costs.mean(0).T.tolist()
     error = (costs[..., 0].std(0) / len(rows) ** 0.5).tolist()
     kinds, starts, ends = zip(*((kind, a, b) for (a, b), kind in jobs), strict=True)
@@ -293,23 +303,23 @@ def _fit(ensemble: paths.Trajectories, jobs: list[Job]) -> dict[Job, maps.Map]:
 
 
 def _measure(
-    pilot: Pilot, target: Tensor, part: Mapping[Job, maps.Map]
-) -> Float[Tensor, "row column"]:
+    some: Pilots, targets: Tensor, part: Mapping[Job, maps.Map]
+) -> Float[Tensor, "chunk row column"]:
     """KL(own | replaced), whether the most likely tokens agree, the share of five that do, the
-    increase of the loss, and the model's own loss, a row for each map on one chunk."""
+    increase of the loss, and the model's own loss, a row for each map on each chunk."""
     clean: dict[int, Tensor] = {}
 
     def edit(h: Tensor, state: int) -> Tensor:
-        clean[state] = h[:1].double().cpu()
+        clean[state] = h[0].double().cpu()
         ending = [layer_map(clean[a]) for ((a, b), _), layer_map in part.items() if b == state]
-        return torch.cat([h, *(moved.to(h) for moved in ending)])
+        return torch.cat([h, *(moved.to(h).unsqueeze(0) for moved in ending)])
 
     edits = {s: partial(edit, state=s) for s in sorted({s for pair, _ in part for s in pair})}
-    log_probs = pilot(edits, 1 + len(part))
-    own, changed = log_probs[:1], log_probs[1:]
-    compared = distances(changed, own.expand_as(changed))
-    losses = token_losses(log_probs, target.expand(len(log_probs)))
+    log_probs = some(edits, 1 + len(part))
+    own, changed = log_probs[0], log_probs[1:]
+    compared = distances(changed, own)
+    losses = token_losses(log_probs, targets.expand(log_probs.shape[:2]))
     # distances() counts the tokens in common
-    shares = compared.top5 / min(5, own.shape[-1])
-    columns = (compared.kl_reverse, compared.top1, shares, losses[1:] - losses[0])
-    return torch.stack((*columns, losses[:1].expand(len(changed))), dim=1).double().cpu()
+    shares, gaps = compared.top5 / min(5, own.shape[-1]), losses[1:] - losses[0]
+    columns = (compared.kl_reverse, compared.top1, shares, gaps, losses[0].expand_as(gaps))
+    return torch.stack(columns, dim=-1).transpose(0, 1).double().cpu()

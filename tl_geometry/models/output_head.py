@@ -131,8 +131,8 @@ class Distances(NamedTuple):
     """Tokens among the five most likely of both (0 to 5)."""
 
 
-def distances(changed: LogProbabilities, own: LogProbabilities) -> Distances:
-    """Compare log-probabilities.
+def distances(changed: LogProbabilities, own: Float[Tensor, "*own d_vocab"]) -> Distances:
+    """Compare log-probabilities with the model's own, which may be one row for several.
 
     >>> p = Tensor([[0.5, 0.25, 0.25]]).log()
     >>> float(distances(p, p).kl), float(distances(p, p).top1)
