@@ -1,12 +1,13 @@
 """Circuits: who wrote a logit, which edges matter, and what a head reads.
 
-- one runner: ``runner`` (blocks, walks back), ``arithmetic`` (live, frozen, between two runs);
+- one runner: ``runner`` (blocks, walks back), ``streams``, ``arithmetic`` (live, frozen, between
+  two runs);
 - the graph behind a logit, or behind its difference between two prompts: ``trace``, ``walk``,
   ``graph_edges``, ``logit_graph``; its file: ``graph_files``;
 - which edges of the live model matter: ``edge_layout``, ``prompt_pairs``, ``scored_edges``,
   ``kept_edges``;
-- what a head reads: ``writer_sweep``, ``writer_edges`` (composition), ``dictionaries`` and
-  ``features`` (a sparse autoencoder).
+- what a head reads: ``writer_edges`` (composition), ``dictionaries`` and ``features`` (a sparse
+  autoencoder).
 
 An edge of ``logit_graph`` is a part of one logit; one of ``edge_layout`` is a wire of the model.
 """

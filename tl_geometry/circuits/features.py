@@ -3,7 +3,7 @@ the features of a sparse autoencoder of the block's input, ``x = sum_f a_f d_f +
 with the share of the error first.
 
 A head's scores are bilinear in these parts like in any others, so that shares on the query and the
-key side are those of :mod:`tl_geometry.circuits.head_readers`, feature by feature. The terms of
+key side are those of :mod:`tl_geometry.scores.head_readers`, feature by feature. The terms of
 pairs of features are those of ``split_scores(..., parts={"f7": a_7 d_7, ..., "rest": ...})``.
 """
 
@@ -25,7 +25,6 @@ from tl_geometry.base.errors import require
 from tl_geometry.base.guarded import Guarded
 from tl_geometry.base.results import Result
 from tl_geometry.circuits.dictionaries import Dictionary
-from tl_geometry.circuits.head_readers import HEAD_SIDES, SHARES, Reads, first_kept
 from tl_geometry.corpus.passes import batches, cuts
 from tl_geometry.corpus.sources import as_tokens
 from tl_geometry.corpus.token_windows import TokensLike
@@ -33,6 +32,7 @@ from tl_geometry.models.batches import batch_of
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.reader import as_view
+from tl_geometry.scores.head_readers import HEAD_SIDES, SHARES, Reads, first_kept
 from tl_geometry.scores.terms import BIAS
 
 ERROR, OFFSET = "error", "b_dec"

@@ -29,7 +29,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tl_geometry.circuits.arithmetic import NormMap
-from tl_geometry.circuits.runner import Apart, Attended, Block
+from tl_geometry.circuits.runner import Attended, Block
+from tl_geometry.circuits.streams import Apart
 from tl_geometry.circuits.walk import Layer, Walk, fewest_carrying
 
 VALUE, QUERY, KEY = range(3)

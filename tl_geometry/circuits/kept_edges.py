@@ -25,16 +25,17 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tl_geometry.base import checks
+from tl_geometry.base.checks import seeded
 from tl_geometry.base.errors import check_seed, require
 from tl_geometry.base.guarded import Guarded
 from tl_geometry.base.intervals import Interval, paired_interval
 from tl_geometry.base.results import Result
 from tl_geometry.circuits.arithmetic import Live
 from tl_geometry.circuits.edge_layout import EdgeLayout
-from tl_geometry.circuits.prompt_pairs import Batch, UserMetric, batches, counted, pairs_of
+from tl_geometry.circuits.prompt_pairs import Batch, UserMetric, batches, pairs_of
 from tl_geometry.circuits.prompt_pairs import provenance_of_pairs as of_pairs
-from tl_geometry.circuits.runner import Reads, Shared, Stream
 from tl_geometry.circuits.scored_edges import EdgeScores, largest
+from tl_geometry.circuits.streams import Reads, Shared, Stream
 from tl_geometry.corpus.prompt_sets import as_prompts
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
@@ -150,6 +151,7 @@ def faithfulness(
     draws: int = 3,
     batch_size: int | None = None,
     prepend_bos: bool | None = None,
+    progress: bool = True,
     seed: int = 0,
 ) -> Faithfulness:
     """Faithfulness of a circuit, by ablation of all else: how much of a behaviour is left when only
@@ -159,7 +161,7 @@ def faithfulness(
     what is not kept has its value in the counterfactual.
 
     Args:
-        prompts, counterfactual, answer, other, metric, batch_size: as in
+        prompts, counterfactual, answer, other, metric, batch_size, progress: as in
             :func:`tl_geometry.edge_scores`.
         circuit: :class:`EdgeScores`, whose edges are kept by absolute score, ``fractions`` of
             them; or a chosen set: heads (``"L5H1"``, ``(5,
@@ -182,7 +184,7 @@ def faithfulness(
     ('heads', [2], torch.Size([2, 1]))
     """
     check_seed(seed, "seed")
-    count, view = counted(draws, "draws"), as_view(model)
+    count, view = checks.count(draws, "draws"), as_view(model)
     layout = EdgeLayout.of(view)
     if isinstance(circuit, EdgeScores):
         levels = tuple(fractions) if isinstance(fractions, Iterable) else (fractions,)
@@ -196,7 +198,7 @@ def faithfulness(
     options = {"counterfactuals": counterfactual, "answers": answer, "others": other}
     pairs = pairs_of(view, as_prompts(view, prompts, **options, prepend_bos=prepend_bos), metric)
     values = torch.empty(2 + circuits.shape[:2].numel(), len(pairs), dtype=torch.float64)
-    for batch in batches(view, layout, pairs, metric, batch_size):
+    for batch in batches(view, layout, pairs, metric, batch_size, progress):
         values[:, batch.pairs.rows] = metrics_of_batch(batch, circuits.flatten(0, 1), unit)
     clean, without = values[:2]
     differ = float((clean - without).mean().abs()) > 0
@@ -254,7 +256,7 @@ def _random_sets(
     sets: Bool[Tensor, "level row"], draws: int, seed: int
 ) -> Bool[Tensor, "sample level row"]:
     """Random sets as large as those of each level; the smaller lie within the larger."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     ranks = torch.stack([torch.randperm(sets.shape[1], generator=generator) for _ in range(draws)])
     return ranks.unsqueeze(1) < sets.sum(1).unsqueeze(1)
 

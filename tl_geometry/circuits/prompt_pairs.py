@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from tqdm.auto import tqdm
 
-from tl_geometry.base.checks import describe, finite, whole
-from tl_geometry.base.errors import fail, require
+from tl_geometry.base.checks import count, describe, finite
+from tl_geometry.base.errors import require
 from tl_geometry.base.results import Provenance, hash_tokens
 from tl_geometry.circuits.arithmetic import Live
 from tl_geometry.circuits.edge_layout import EdgeLayout
@@ -28,14 +29,6 @@ BATCH_BYTES = 2**30
 """Bytes of the writes that are held for one batch of pairs."""
 UserMetric = Callable[[Float[Tensor, "batch position d_vocab"]], Float[Tensor, " batch"]]
 """A number for each prompt of a batch, from the batch's logits."""
-
-
-def counted(value: Any, name: str) -> int:
-    """A whole number, at least 1."""
-    number = whole(value)
-    if number is None or number < 1:
-        fail(name, expected="a whole number, at least 1", got=repr(value))
-    return number
 
 
 def share_of(value: Any, name: str) -> float:
@@ -163,17 +156,21 @@ def batches(
     pairs: Prompts,
     metric: UserMetric | None,
     batch_size: int | None,
+    progress: bool,
 ) -> Iterator[Batch]:
     """Pairs of one length, as many as fit."""
-    size = None if batch_size is None else counted(batch_size, "batch_size")
-    for group in pairs.groups():
-        length = group.tokens.shape[1]
-        # in half precision too numbers are float32 here
-        needed = len(layout.writers) * length * view.d_model * max(4, view.dtype.itemsize)
-        step = size or max(1, BATCH_BYTES // (2 * needed))
-        runner = Runner.of(view, group.tokens[:1])
-        for start in range(0, len(group), step):
-            yield Batch(runner, layout, group[start : start + step], metric)
+    size = None if batch_size is None else count(batch_size, "batch_size")
+    with tqdm(total=len(pairs), unit="pair", disable=not progress, desc=view.name) as bar:
+        for group in pairs.groups():
+            length = group.tokens.shape[1]
+            # in half precision too numbers are float32 here
+            needed = len(layout.writers) * length * view.d_model * max(4, view.dtype.itemsize)
+            step = size or max(1, BATCH_BYTES // (2 * needed))
+            runner = Runner.of(view, group.tokens[:1])
+            for start in range(0, len(group), step):
+                some = group[start : start + step]
+                yield Batch(runner, layout, some, metric)
+                bar.update(len(some))
 
 
 def provenance_of_pairs(view: ModelView, pairs: Prompts, **fields: Any) -> Provenance:

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from tl_geometry.base.errors import ReconstructionError, UnsupportedModelError, fail, require
 from tl_geometry.circuits.arithmetic import Live, NormMap
+from tl_geometry.circuits.streams import Apart, Heads, Reads, Shared, Stream
 from tl_geometry.models.attention import Attention, rotate, scores_of
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.mlp import MLPModule, MLPSpec, live_mlp
@@ -38,41 +39,6 @@ from tl_geometry.models.output_head import OutputHead
 from tl_geometry.models.reconstruction import reconstruction_bound
 from tl_geometry.models.runner import keep
 from tl_geometry.models.write_spec import require_decoder, writing_of
-
-Reads = Float[Tensor, "batch position reader d_model"]
-"""What some readers read: one entry for each, or one for all."""
-Stream = Float[Tensor, "batch position d_model"]
-"""The residual stream."""
-Write = Float[Tensor, "position d_model"]
-"""What one writer wrote in one context, or a gradient there."""
-Heads = Float[Tensor, "batch position head d_head"]
-"""Vectors of all heads."""
-
-
-class Shared:
-    """Gives each reader its input and takes what is written: the ordinary stream, of which every
-    reader reads all."""
-
-    def __init__(self, total: Stream) -> None:
-        self.total = total
-
-    def read(self, which: str) -> Reads:
-        """The input of readers ``"q"``, ``"k"``, ``"v"`` or ``"mlp"``, once for all of a kind."""
-        return self.total.unsqueeze(2)
-
-    def add(self, writes: Float[Tensor, "writer batch position d_model"]) -> None:
-        """Add to what every reader reads."""
-        self.total = self.total + writes.sum(0)
-
-
-class Apart(Shared):
-    """The ordinary stream, whose queries, keys and values are read from copies: gradients at these
-    tell the paths through each of them apart."""
-
-    def read(self, which: str) -> Reads:
-        """The stream; of an MLP with its past."""
-        read = super().read(which)
-        return read if which == "mlp" else read.detach().requires_grad_(torch.is_grad_enabled())
 
 
 class Projected(NamedTuple):

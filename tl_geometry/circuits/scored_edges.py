@@ -27,6 +27,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from tl_geometry.base.checks import count
 from tl_geometry.base.errors import ReconstructionError, choice, require
 from tl_geometry.base.guarded import Guarded
 from tl_geometry.base.intervals import FEWEST, t_quantile
@@ -38,12 +39,11 @@ from tl_geometry.circuits.prompt_pairs import (
     Batch,
     UserMetric,
     batches,
-    counted,
     pairs_of,
     share_of,
 )
 from tl_geometry.circuits.prompt_pairs import provenance_of_pairs as of_pairs
-from tl_geometry.circuits.runner import Stream
+from tl_geometry.circuits.streams import Stream
 from tl_geometry.corpus.prompt_sets import as_prompts
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.reader import as_view
@@ -122,6 +122,7 @@ def edge_scores(
     steps: int = 5,
     batch_size: int | None = None,
     prepend_bos: bool | None = None,
+    progress: bool = True,
 ) -> EdgeScores:
     """Attribution patching of edges, as an exact sum or by gradients (EAP, EAP-IG): how much each
     edge contributes to a behaviour. An edge leads from a writer (embedding, head, MLP) to a reader
@@ -142,6 +143,7 @@ def edge_scores(
             the clean run (attribution patching); ``"integrated"``, gradients averaged over
             ``steps`` runs whose first states lie between those of the two prompts.
         batch_size: most pairs in one pass.
+        progress: shows a bar of the pairs that are done.
 
     Raises ``GeometryError`` for a pair of two lengths, and for a pair after which the same token is
     likeliest; ``UnsupportedModelError`` for an encoder; ``ReconstructionError`` where a pass by
@@ -163,16 +165,16 @@ def edge_scores(
     (True, ('embed', 'L0H0'))
     """
     choice(method, METHODS, "method")
-    count = counted(steps, "steps")
+    steps = count(steps, "steps")
     view = as_view(model)
     view.require_gradients()
     layout = EdgeLayout.of(view)
     options = {"counterfactuals": counterfactual, "answers": answer, "others": other}
     pairs = pairs_of(view, as_prompts(view, prompts, **options, prepend_bos=prepend_bos), metric)
-    midpoints = [(m + 0.5) / count for m in range(count)] if method == "integrated" else [1.0]
+    midpoints = [(m + 0.5) / steps for m in range(steps)] if method == "integrated" else [1.0]
     # float64 sums and squares of one row for each pair: edges, writers, the metric of both runs
     allowed, moments = layout.allowed, torch.zeros(2, 1, dtype=torch.float64)
-    for batch in batches(view, layout, pairs, metric, batch_size):
+    for batch in batches(view, layout, pairs, metric, batch_size, progress):
         contrast = method == "contrast"
         scores, metrics = _contrast(batch) if contrast else _gradients(batch, midpoints)
         scores = scores.double().cpu()

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from tl_geometry.base.errors import ReconstructionError, require
 from tl_geometry.circuits.arithmetic import Between, Frozen, Live, difference
-from tl_geometry.circuits.runner import Attended, Block, BlockRun, Runner, States, Write
+from tl_geometry.circuits.runner import Attended, Block, BlockRun, Runner, States
+from tl_geometry.circuits.streams import Write
 from tl_geometry.corpus.prompt_sets import Prompts
 from tl_geometry.models.mlp import mlp_spec
 from tl_geometry.models.model_view import ModelView

@@ -2,7 +2,7 @@
 :func:`tl_geometry.composition` gives exact shares on data, what the weights alone suggest, two
 nulls, and intervals over prompts.
 
-Shares are those of :mod:`tl_geometry.circuits.head_readers`. Nulls, each a share beside the
+Shares are those of :mod:`tl_geometry.scores.head_readers`. Nulls, each a share beside the
 writer's own:
 
 - *other*: what the writer wrote in another context at the same position. What depends on position
@@ -24,7 +24,6 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import groupby
 from typing import Any, ClassVar
 
 import torch
@@ -34,20 +33,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tl_geometry.base import checks
-from tl_geometry.base.checks import Head
+from tl_geometry.base.checks import Head, seeded
 from tl_geometry.base.errors import check_seed, choice, require
 from tl_geometry.base.intervals import FEWEST, FEWEST_GROUPS, LeftOut, jackknife_interval
-from tl_geometry.circuits.head_readers import (
-    GROUPS,
-    HEAD_SIDES,
-    SHARES,
-    Reads,
-    WriterSums,
-    context_products,
-    first_kept,
-)
-from tl_geometry.circuits.prompt_pairs import counted
-from tl_geometry.circuits.writer_sweep import WriterShares
 from tl_geometry.corpus.passes import batches, cuts
 from tl_geometry.corpus.sources import as_tokens
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
@@ -60,7 +48,17 @@ from tl_geometry.models.norms import remove_mean
 from tl_geometry.models.parameters import upcast
 from tl_geometry.models.reader import as_view
 from tl_geometry.models.writers import GRAINS, Written, run_written, writer_names
+from tl_geometry.scores.head_readers import (
+    GROUPS,
+    HEAD_SIDES,
+    SHARES,
+    Reads,
+    WriterSums,
+    context_products,
+    first_kept,
+)
 from tl_geometry.scores.terms import BIAS
+from tl_geometry.scores.writer_sweep import WriterShares
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -101,11 +99,6 @@ class Composition(WriterShares):
         *("other_cs", "other_gs", "random_cs", "random_gs", "cosine"),
     )
 
-    def rows(self) -> Sequence[Sequence[object]]:
-        """Readers and sides in order, the strongest writers first."""
-        sides: Any = groupby(super().rows(), lambda row: row[:3])
-        return [row for _, side in sides for row in sorted(side, key=lambda row: -abs(row[4]))]
-
 
 def composition(
     model: ModelLike,
@@ -126,7 +119,7 @@ def composition(
     value side, with exact shares, the composition score of the weights alone (Elhage et al. 2021),
     and two nulls.
 
-    Shares have no unit; formulas in :mod:`tl_geometry.circuits.head_readers`.
+    Shares have no unit; formulas in :mod:`tl_geometry.scores.head_readers`.
 
     Args:
         tokens: as :func:`tl_geometry.sweep_heads` takes them, at least two prompts.
@@ -154,7 +147,7 @@ def composition(
     [[1.0, 1.0, 1.0]]
     """
     check_seed(seed, "seed")
-    draws, seed, view = counted(draws, "draws"), int(seed), as_view(model)
+    draws, seed, view = checks.count(draws, "draws"), int(seed), as_view(model)
     choice(parts, GRAINS, "parts")
     chosen = checks.heads(heads, view.n_layers, view.n_heads, layers)
     order = sorted(chosen, key=lambda head: head[0])
@@ -164,36 +157,12 @@ def composition(
     require(min(rows, len(source)) > 1, "tokens", expected=expected, got=got)
     start = first_kept(source, drop)
     at = None if queries is None else _positions(queries, source, start)
-    generator = torch.Generator().manual_seed(seed)
-    write, read = torch.randn(2, draws, view.d_model, generator=generator).to(view.device)
-    borders = torch.tensor(group_borders(len(source), GROUPS)[0])
     readers = {l: [head for layer, head in order if layer == l] for l, _ in order}
-    factor_of = cache(partial(_value_factor, view))  # each writer has many readers
-    sums: dict[int, WriterSums] = {}
-    weights: dict[int, Tensor] = {}
-    products = torch.zeros(2, 1).double()
-
-    def on_layer(layer: LayerView, written: Written) -> None:
-        nonlocal products
-        l = layer.layer
-        reads = Reads.of(layer, start, readers[l], at, values=True)
-        places = batch.at.start + torch.arange(len(layer.h))
-        group = torch.bucketize(places, borders, right=True).to(layer.h.device)
-        new = WriterSums.of(reads, written, parts, group, (write, read)).to("cpu")
-        sums[l] = sums[l] + new if l in sums else new
-        if l not in weights:
-            weights[l] = weights_alone(reads, readers[l], layer, written, parts, factor_of)
-        if l == max(readers) and len(group) > 1:  # the last layer has all writers
-            products = products + context_products(written, start, parts).cpu()
-
+    edges = _Edges(view, readers, parts, start, at, len(source), draws, seed)
     for batch in batches(view, source, cuts(len(source), rows), progress=progress, seed=seed):
-        run_written(view, batch.tokens, list(readers), on_layer, verify=False, **batch.sample())
+        add = partial(edges.add, batch.at.start)
+        run_written(view, batch.tokens, list(readers), add, verify=False, **batch.sample())
     names = writer_names(view, max(readers), parts)
-    fields: dict[str, list[Tensor]] = defaultdict(list)
-    for l in readers:
-        for name, x in {"weights": weights[l], **_shares(sums[l], view.d_model)}.items():
-            # as wide as the last layer, zero for writers that come later
-            fields[name].append(pad(x, (0, 1 + len(names) - x.shape[-1])).transpose(0, 1))
     pick = torch.tensor([order.index(head) for head in chosen])
     return Composition(
         provenance=view.provenance(source, window=(start, source.length), seed=seed),
@@ -201,17 +170,66 @@ def composition(
         parts=(BIAS, *(w.name for w in names)),
         wrote=(-1, *(w.layer for w in names)),
         writer_heads=(-1, *(w.head for w in names)),
-        cosine=pad(products[0] / products[1], (1, 0), value=torch.nan),
+        cosine=pad(edges.products[0] / edges.products[1], (1, 0), value=torch.nan),
         drop=start,
         draws=draws,
         queries=at or (),
-        **{name: torch.cat(layers)[pick] for name, layers in fields.items()},
+        **{name: x[pick] for name, x in edges.finished(1 + len(names)).items()},
     )
+
+
+class _Edges:
+    """Sums in progress of all readers, by layer, and what the weights alone suggest."""
+
+    def __init__(
+        self,
+        view: ModelView,
+        readers: dict[int, list[int]],
+        parts: str,
+        start: int,
+        queries: tuple[int, ...] | None,
+        prompts: int,
+        draws: int,
+        seed: int,
+    ) -> None:
+        self.readers, self.parts, self.start, self.queries = readers, parts, start, queries
+        directions = torch.randn(2, draws, view.d_model, generator=seeded(seed))
+        self.write, self.read = directions.to(view.device)
+        self.borders, self.d_model = torch.tensor(group_borders(prompts, GROUPS)[0]), view.d_model
+        self.factor_of = cache(partial(_value_factor, view))  # each writer has many readers
+        self.sums: dict[int, WriterSums] = {}
+        self.weights: dict[int, Tensor] = {}
+        self.products = torch.zeros(2, 1).double()
+
+    def add(self, first: int, layer: LayerView, written: Written) -> None:
+        """Take in one layer of the prompts from number ``first`` on."""
+        l, readers = layer.layer, self.readers[layer.layer]
+        reads = Reads.of(layer, self.start, readers, self.queries, values=True)
+        places = first + torch.arange(len(layer.h))
+        group = torch.bucketize(places, self.borders, right=True).to(layer.h.device)
+        new = WriterSums.of(reads, written, self.parts, group, (self.write, self.read)).to("cpu")
+        self.sums[l] = self.sums[l] + new if l in self.sums else new
+        if l not in self.weights:
+            own = weights_alone(reads, readers, layer, written, self.parts, self.factor_of)
+            self.weights[l] = own
+        if l == max(self.readers) and len(group) > 1:  # the last layer has all writers
+            more = context_products(written, self.start, self.parts)
+            self.products = self.products + more.cpu()
+
+    def finished(self, width: int) -> dict[str, Float[Tensor, "head side part"]]:
+        """Shares, nulls and bounds by the names of the result's fields, as wide as the last layer:
+        zero for writers that come later."""
+        fields: dict[str, list[Tensor]] = defaultdict(list)
+        for l in self.readers:
+            of_layer = {"weights": self.weights[l], **_shares(self.sums[l], self.d_model)}
+            for name, x in of_layer.items():
+                fields[name].append(pad(x, (0, width - x.shape[-1])).transpose(0, 1))
+        return {name: torch.cat(layers) for name, layers in fields.items()}
 
 
 def _positions(queries: Any, source: TokenWindows, start: int) -> tuple[int, ...]:
     """Chosen queries as positions."""
-    given = [queries] if isinstance(queries, int | str) else queries
+    given = (queries,) if isinstance(queries, str) else checks.several(queries)
     at = checks.indices([source.position(q) for q in given], source.length, "queries")
     expected = f"queries from {start} on"
     require(min(at) >= start, "queries", expected=expected, got=at, instead="drop=0")

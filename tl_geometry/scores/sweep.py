@@ -18,7 +18,6 @@ Head types come from repeated random tokens made for the model.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,6 +57,7 @@ from tl_geometry.scores.sums import (
     sums_of_some,
 )
 from tl_geometry.scores.terms import bias_label
+from tl_geometry.scores.writer_sweep import WriterSweep, sweep_writers
 
 KEPT_BYTES = 2**28
 """Projections of mean and pos are kept between batches where those of all layers fit."""
@@ -77,7 +77,7 @@ def sweep_heads(
     prepend_bos: bool | None = None,
     progress: bool = True,
     seed: int = 0,
-) -> SweepTable | Any:  # with ``parts="writers"`` or ``"blocks"`` a WriterSweep
+) -> SweepTable | WriterSweep | Any:  # a WriterSweep with ``parts="writers"`` or ``"blocks"``
     """Shares, dominant terms and type (induction, previous-token, duplicate-token) of every
     attention head, in one pass over ``windows`` that forms no term as a matrix.
 
@@ -94,7 +94,7 @@ def sweep_heads(
             ``basis.window[0]`` queries and keys are left out of the shares (position 0 is an
             attention sink); the attention paid to them is the column ``dropped_mass``.
         parts: ``("pos", "cvec")``, or ``"writers"`` or ``"blocks"`` for who wrote what each head
-            reads: a :class:`~tl_geometry.circuits.writer_sweep.WriterSweep` with the share of
+            reads: a :class:`~tl_geometry.scores.writer_sweep.WriterSweep` with the share of
             every earlier head, MLP and embedding on the query and on the key side. Writers need no
             basis; a basis then only says how many positions to leave out, and without one a BOS
             token is left out.
@@ -131,9 +131,7 @@ def sweep_heads(
         options: dict[str, Any] = {"batch_size": batch_size, "seed": seed, "progress": progress}
         options |= {"prepend_bos": prepend_bos, "layers": layers}
         options |= {"drop": None if basis is None else basis.window[0]}
-        # by name, an exception: circuits/ comes after scores/ in the order of packages
-        writers = importlib.import_module("tl_geometry.circuits.writer_sweep")
-        return writers.sweep_writers(view, windows, grain=parts, **options)
+        return sweep_writers(view, windows, grain=parts, **options)
     if basis is None:
         instead = 'decompose(model, windows), or parts="writers"'
         fail("basis", expected="a PositionContext", got=None, instead=instead)

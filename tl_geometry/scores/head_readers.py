@@ -29,7 +29,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tl_geometry.base.errors import fail, whole
+from tl_geometry.base.checks import count
 from tl_geometry.base.linalg import transposed, unit_roundoff
 from tl_geometry.base.rows import row_center
 from tl_geometry.base.sums import Sums
@@ -39,12 +39,10 @@ from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.norms import remove_mean
 from tl_geometry.models.softmax import masked_softmax, soft_cap
 from tl_geometry.models.writers import Written
+from tl_geometry.scores.sums import SHARES
 
 HEAD_SIDES = ("query", "key", "value")
 """Sides of a head that read writers."""
-SHARES = ("cs", "gs")
-"""Covariance and gain share, the axis ``weight``: a cell counts by the row-centred score, or by
-attention minus uniform."""
 GROUPS = 8
 """Groups of prompts that are left out in turn, as many as a basis has by default."""
 WORKING_SET = 2**25
@@ -55,11 +53,8 @@ them)."""
 
 def first_kept(source: TokenWindows, drop: int | None) -> int:
     """The first position that counts: ``drop``, by default that after a BOS token."""
-    start, last = whole(int(source.has_bos) if drop is None else drop), source.length - 2
-    if start is None or not 0 <= start <= last:
-        expected = f"0 to {last}, to leave two of {source.length} positions"
-        fail("drop", expected=expected, got=repr(drop))
-    return start
+    # two positions at least are left
+    return count(int(source.has_bos) if drop is None else drop, "drop", 0, source.length - 2)
 
 
 @dataclass(frozen=True, eq=False)

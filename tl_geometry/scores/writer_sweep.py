@@ -11,14 +11,15 @@ side,
 
 with S~ the row-centred scores. The query side is alike. With attention minus uniform, ``p - u``, in
 place of S~ these are gain shares. So no term is needed, and no writer is projected
-(:mod:`tl_geometry.circuits.head_readers`).
+(:mod:`tl_geometry.scores.head_readers`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from itertools import groupby
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -28,7 +29,6 @@ from torch.nn.functional import pad
 from tl_geometry.base import checks
 from tl_geometry.base.guarded import Guarded
 from tl_geometry.base.results import Result
-from tl_geometry.circuits.head_readers import HEAD_SIDES, Reads, WriterSums, first_kept
 from tl_geometry.corpus.passes import batches, cuts
 from tl_geometry.corpus.sources import as_tokens
 from tl_geometry.corpus.token_windows import TokensLike
@@ -36,6 +36,7 @@ from tl_geometry.models.batches import batch_of
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.writers import Written, run_written, writer_names
+from tl_geometry.scores.head_readers import HEAD_SIDES, Reads, WriterSums, first_kept
 from tl_geometry.scores.terms import ALIBI, BIAS
 
 
@@ -56,6 +57,11 @@ class WriterShares(Guarded, Result):
         """One row for each head, side and writer that the head reads."""
         layers = torch.tensor([layer for layer, _ in self.heads])
         return (torch.tensor(self.wrote) < layers[:, None, None]).expand(self.cs.shape)
+
+    def rows(self) -> Sequence[Sequence[object]]:
+        """Readers and sides in order, the largest covariance shares first."""
+        sides: Any = groupby(super().rows(), lambda row: row[:3])
+        return [row for _, side in sides for row in sorted(side, key=lambda row: -abs(row[4]))]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
