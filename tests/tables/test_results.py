@@ -44,17 +44,8 @@ KINDS = ("llama", "gpt2", "embedded")
 """Where subjects are looked for: most in the first, what it lacks in the others."""
 LINES = "a\nb\r\tc"
 PACKAGES = (
-    *(
-        "models",
-        "base",
-        "decomposition",
-        "scores",
-        "circuits",
-        "interventions",
-        "weights",
-        "sphere",
-    ),
-    "flow",
+    *("models", "base", "decomposition", "scores", "circuits", "interventions"),
+    *("weights", "sphere", "flow"),
 )
 """Packages that have results."""
 FEWEST = 20
@@ -186,6 +177,18 @@ def is_short(result: Any) -> str:
     return f"{len(lines)} lines, {len(wide)} of them wide" if len(lines) > 30 or wide else ""
 
 
+def ranks_its_rows(result: Any) -> str:
+    """``top`` gives the rows of the largest absolute values of a column, NaN last."""
+    table = frame(result)
+    numbers = [n for n, kind in table.dtypes.items() if kind.kind == "f"]
+    for name in numbers if hasattr(result, "top") else ():
+        values = table[name] if isinstance(result, tlg.scores.SweepTable) else table[name].abs()
+        found = frame(result.top(name, 3)).iloc[:, [*table].index(name)].abs()
+        if not np.array_equal(found, values.sort_values(ascending=False)[:3].abs(), True):
+            return f"{name}: {found.tolist()}"
+    return ""
+
+
 def is_tabular(result: Any) -> str:
     """LaTeX has a line of as many cells for each row of the table."""
     if not hasattr(result, "to_latex"):
@@ -224,7 +227,7 @@ def is_frozen(result: Any) -> str:
     return ""
 
 
-LAWS = (shows_its_table, is_short, is_tabular, is_json, answers, is_frozen)
+LAWS = (shows_its_table, ranks_its_rows, is_short, is_tabular, is_json, answers, is_frozen)
 
 
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)

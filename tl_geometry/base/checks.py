@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# choice and whole live with the errors, which load without torch; other packages import them here
+from tl_geometry.base.errors import check_seed, fail, require
+
+# these live with the errors, which load without torch; other packages import them here
 from tl_geometry.base.errors import choice as choice
-from tl_geometry.base.errors import fail, require
+from tl_geometry.base.errors import count as count
 from tl_geometry.base.errors import whole as whole
 
 Head = str | Sequence[int]
@@ -60,6 +62,12 @@ def finite(values: Tensor, what: str) -> Tensor:
     return values
 
 
+def seeded(seed: Any) -> torch.Generator:
+    """A generator of random numbers on the CPU, refused for a seed that is none."""
+    check_seed(seed, "seed")
+    return torch.Generator().manual_seed(int(seed))
+
+
 def index(value: Any, size: int, what: str) -> int:
     """``value`` as an int if 0 <= value < size (negative indices are refused); any integer type
     will do."""
@@ -67,6 +75,13 @@ def index(value: Any, size: int, what: str) -> int:
     if number is None or not 0 <= number < size:
         fail(what, expected=f"an index from 0 to {size - 1}", got=repr(value))
     return number
+
+
+def several(values: Any) -> tuple[Any, ...]:
+    """One value, or several, as several."""
+    # a tensor of one number is Iterable by its type, but counts as that number
+    one = not isinstance(values, Iterable) or getattr(values, "ndim", 1) == 0
+    return (values,) if one else tuple(values)
 
 
 def indices(values: Any, size: int, what: str) -> tuple[int, ...]:
@@ -78,8 +93,7 @@ def indices(values: Any, size: int, what: str) -> tuple[int, ...]:
     """
     if values is None:
         return tuple(range(size))
-    # a tensor of one number is Iterable by its type, but counts as that number
-    given = tuple(values) if isinstance(values, Iterable) and whole(values) is None else (values,)
+    given = several(values)
     require(len(given) > 0, what, expected="at least one index", got="none")
     chosen = tuple(index(v, size, what) for v in given)
     require(len(set(chosen)) == len(chosen), what, expected="each index once", got=repr(chosen))

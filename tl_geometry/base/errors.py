@@ -103,9 +103,18 @@ def whole(value: Any) -> int | None:
         return None
 
 
+def count(
+    value: Any, what: str, least: int = 1, most: int | None = None, instead: str | None = None
+) -> int:
+    """``value`` as an int, if it is an integer of any type from ``least`` to ``most``."""
+    number = whole(value)
+    if number is None or number < least or (most is not None and number > most):
+        bounds = f"at least {least}" if most is None else f"from {least} to {most}"
+        fail(what, expected=f"a whole number, {bounds}", got=repr(value), instead=instead)
+    return number
+
+
 def check_seed(value: Any, what: str = "--seed") -> None:
     """Refuse a seed that some generator would not take (numpy's legacy one has 32 bits), fractions
     and truth values among them."""
-    number = 0 if value is None else whole(value)
-    if number is None or not 0 <= number < 2**32:
-        fail(what, expected="a whole number, 0 or more, at most 4294967295", got=repr(value))
+    count(0 if value is None else value, what, 0, 2**32 - 1)

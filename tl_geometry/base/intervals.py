@@ -12,6 +12,7 @@ from jaxtyping import Float
 from scipy import stats
 from torch import Tensor
 
+from tl_geometry.base.checks import seeded
 from tl_geometry.base.errors import require
 
 FEWEST = 10
@@ -132,7 +133,7 @@ def sign_flip_p(differences: Float[Tensor, " sample"], *, seed: int = 0) -> floa
     n, size = len(values), values.abs().sum()
     if n < FEWEST or not bool(size > 0):
         return float("nan")
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     flips = torch.randint(2, (FLIPS, n), generator=generator).double() * 2 - 1
     # ties count, up to rounding
     as_far = (flips @ values).abs() >= values.sum().abs() - 1e-12 * size

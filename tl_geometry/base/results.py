@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,12 +18,14 @@ from torch import Tensor
 
 from tl_geometry.base import html
 from tl_geometry.base.axes import axes_of
-from tl_geometry.base.errors import choice
+from tl_geometry.base.errors import choice, count
 from tl_geometry.base.files import as_path, read_file, write_atomically
 from tl_geometry.base.records import decode, encode
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from tl_geometry.base.tables import Table
 
 SOURCES = {
     "song2023": "Song & Zhong 2023, Uncovering hidden geometry, arXiv:2310.04861",
@@ -203,6 +206,25 @@ class Result:
 
         rows = [tuple(row) for row in self.rows()]
         return pd.DataFrame.from_records(rows, columns=list(self.columns()))
+
+    def top(self, column: str | int = 10, n: int = 10) -> Table:
+        """The ``n`` rows of the largest absolute values in a ``column`` of numbers, NaN last:
+        ``.top("cs", 5)``. ``.top(5)`` takes the first rows."""
+        from tl_geometry.base.tables import Table  # which is a result itself
+
+        rows: Any = self.rows()
+        keys, names = self.columns(), [str(self.readable(name)) for name in self.columns()]
+        if isinstance(column, str):
+            column = names[keys.index(column)] if column in keys else column
+            every = zip(names, zip(*rows, strict=True), strict=True)
+            numbers = [name for name, of in every if all(isinstance(v, int | float) for v in of)]
+            at = names.index(choice(column, numbers, "column"))
+            rows = sorted(rows, key=lambda row: math.inf if row[at] != row[at] else -abs(row[at]))
+        else:
+            n = column
+        cells: Any = tuple(tuple(map(self.readable, row)) for row in rows[: count(n, "n")])
+        chance = getattr(self, "chance", "")
+        return Table(provenance=self.provenance, names=tuple(names), cells=cells, chance=chance)
 
     def to_latex(self, columns: Sequence[str] | None = None, *, digits: int = 4) -> str:
         r"""The table as an escaped LaTeX ``tabular`` with the rules of booktabs, by pandas: some

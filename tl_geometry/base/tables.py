@@ -21,13 +21,13 @@ class Table(Result):
     """A DataFrame with provenance, and ``chance``, one sentence on what chance gives.
 
     ``names`` are the columns, ``cells`` the rows. ``.df`` is the DataFrame, ``.save`` and ``.load``
-    write and read one file, ``.top(n)`` keeps the first rows, or those of the largest absolute
-    value in a column.
+    write and read one file, ``.top(n)`` keeps the first rows, ``.top("change", n)`` those of the
+    largest absolute value in a column.
 
     >>> import pandas as pd
     >>> frame = pd.DataFrame({"head": ["L0H1", "L1H0"], "change": [0.5, -1.0]})
     >>> table = Table.of(frame, Provenance(corpus="mine"), chance="0 by chance")
-    >>> table.top(1, "change")
+    >>> table.top("change", 1)
     Table(mine, float32); 0 by chance
       head  change
       L1H0  -1
@@ -66,14 +66,6 @@ class Table(Result):
             checks.choice(asked, self.names, "column")
         rows = [dict(zip(self.names, cells, strict=True)) for cells in self.cells]
         return [row[name] for row in rows if where.items() <= row.items()]
-
-    def top(self, n: int = 10, by: str | None = None) -> Table:
-        """The first ``n`` rows, or those of the largest absolute value of the column ``by``."""
-        frame = self.df
-        if by is not None:
-            sizes = frame[checks.choice(by, self.names, "by")].abs()
-            frame = frame.iloc[(-sizes).argsort(kind="stable")]
-        return Table.of(frame.head(n), self.provenance, chance=self.chance)
 
     def _caption(self, table: Sequence[Sequence[object]]) -> str:
         said = super()._caption(table)

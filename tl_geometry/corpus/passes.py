@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-import torch
 from jaxtyping import Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from tl_geometry.base.checks import seeded
 from tl_geometry.corpus.token_windows import TokenWindows
 from tl_geometry.models.batches import another_row
 from tl_geometry.models.model_view import ModelView
@@ -50,7 +50,7 @@ def batches(
     seed: int = 0,
 ) -> Iterator[Batch]:
     """Each batch of ``cut`` in turn; ``seed`` draws the rows that are verified."""
-    row, draws = 0, torch.Generator().manual_seed(seed)
+    row, draws = 0, seeded(seed)
     sizes = [at.stop - at.start for at in cut]
     with tqdm(total=sum(sizes), unit="ctx", disable=not progress, desc=view.name) as bar:
         for at, size in zip(cut, sizes, strict=True):

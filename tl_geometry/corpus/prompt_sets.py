@@ -156,11 +156,7 @@ def prompts(
         got = f"{got[:8]}{f' (prompt {wrong[0]})' if wrong else ''}"
         fits = not wrong and len(ids) == len(other_ids)
         require(fits, "counterfactuals", expected=expected, got=got)
-    pairs = [] if answers is None else _each(answers, len(ids), "answers")
-    if others is not None:
-        pairs = list(zip(pairs, _each(others, len(ids), "others"), strict=True))
-    sides = [pair if isinstance(pair, tuple | list) else (pair,) for pair in pairs]
-    tokens = [torch.tensor([_token(view, token) for token in side]) for side in zip(*sides)]
+    tokens = [] if answers is others is None else answer_ids(view, answers, others, len(ids))
     names = {n: _positions(view, n, v, spoken, ids) for n, v in (positions or {}).items()}
     return Prompts(
         ids=ids,
@@ -204,10 +200,21 @@ def _each(given: Any, count: int, what: str) -> list[Any]:
     return values
 
 
-def answer_ids(view: ModelView, given: Any, count: int) -> Int[Tensor, " prompt"]:
-    """One token for each of ``count`` prompts, from a list or one for all."""
-    values = _each(list(given) if isinstance(given, tuple) else given, count, "answers")
-    return torch.tensor([_token(view, value) for value in values])
+def answer_ids(
+    view: ModelView, answers: Any, others: Any, count: int
+) -> list[Int[Tensor, " prompt"]]:
+    """The tokens that are compared after each of ``count`` prompts, one or two: answers (and
+    others), one for all or one for each, or pairs of both."""
+    if others is None:
+        pairs = _each(answers, count, "answers")
+    else:
+        sides = {"answers": answers, "others": others}
+        each = (_each([*x] if isinstance(x, tuple) else x, count, n) for n, x in sides.items())
+        pairs = list(zip(*each, strict=True))
+    given = [tuple(pair) if isinstance(pair, tuple | list) else (pair,) for pair in pairs]
+    sizes, expected = sorted(set(map(len, given))), "one token for each prompt, or two"
+    require(sizes in ([1], [2]), "answers", expected=expected, got=f"{sizes} tokens")
+    return [torch.tensor([_token(view, token) for token in side]) for side in zip(*given)]
 
 
 def _token(view: ModelView, value: Any) -> int:

@@ -23,7 +23,7 @@ from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reader import known_view
 
-UNEQUAL = "tl_geometry.windows(model, texts, length), or corpus.prompts for texts of any length"
+UNEQUAL = "windows(model, texts, length), or each of corpus.prompts(model, texts).groups()"
 """What errors advise in place of ragged or padded rows."""
 Notes = tuple[str, ...]
 """Sentences for the flags of results."""
@@ -105,8 +105,8 @@ def read_ids(
     """The ids of each row, of any lengths, the texts that they are of (``None`` of ids), and notes.
     Texts get BOS where it was asked for, and never twice."""
     if not is_text(tokens):
-        expected, got = "None with token ids (they are never edited)", repr(prepend_bos)
-        require(prepend_bos is None, "prepend_bos", expected=expected, got=got)
+        expected, got = "no BOS to prepend to token ids (they are never edited)", repr(prepend_bos)
+        require(not prepend_bos, "prepend_bos", expected=expected, got=got)
         known = isinstance(tokens, TokenWindows)
         rows = list(tokens.tokens) if known else id_rows(tokens)
         return rows, None, tokens.notes if known else ()

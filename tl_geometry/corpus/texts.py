@@ -18,8 +18,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from tl_geometry.base.checks import describe, whole
-from tl_geometry.base.errors import fail, require
+from tl_geometry.base.checks import count, describe, seeded
+from tl_geometry.base.errors import check_seed, fail, require
 from tl_geometry.corpus.sources import bos_to_prepend, encoded, label_ids, without
 from tl_geometry.corpus.text_files import read_text, require_files
 from tl_geometry.corpus.token_windows import TokenWindows, begins_with_bos
@@ -80,11 +80,8 @@ def windows(
     (16, True)
     """
     view = as_view(model)
-    sizes = {"length": (length, 2), "n": (1 if n is None else n, 1), "seed": (seed, 0)}
-    for name, (value, low) in sizes.items():
-        number = whole(value)
-        fits = number is not None and low <= number < 2**64
-        require(fits, name, expected=f"a whole number, {low} or more", got=repr(value))
+    length, n = count(length, "length", 2), None if n is None else count(n, "n")
+    check_seed(seed, "seed")
     bos = bos_to_prepend(view, prepend_bos)
     given: Any = [texts] if isinstance(texts, str | Path) else texts
     # a DataFrame would give the names of its columns
@@ -137,7 +134,7 @@ def _chosen(cut: Cut, documents: Sequence[str | Path], n: int | None, seed: int)
     require(rows, "texts", expected=expected, got="none", instead=instead)
     expected, instead = f"1 to {len(rows)} windows", "n=None for all, or more text"
     require(n is None or n <= len(rows), "n", expected=expected, got=n, instead=instead)
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
+    order = torch.randperm(len(rows), generator=seeded(seed))
     return rows if n is None else [rows[i] for i in sorted(order[:n].tolist())]
 
 
@@ -182,7 +179,7 @@ def splice(source: TokenWindows, *, seed: int = 0) -> TokenWindows:
     >>> splice(windows).tokens.sort(0).values.equal(windows.tokens)
     True
     """
-    first, generator = int(source.has_bos), torch.Generator().manual_seed(seed)
+    first, generator = int(source.has_bos), seeded(seed)
     parts = source.tokens[:, first:].split(max(1, source.length // 8), dim=1)
     pieces = [part[torch.randperm(len(source), generator=generator)] for part in parts]
     return TokenWindows(
@@ -215,9 +212,8 @@ def pseudo_sentences(
     10
     """
     chunks = windows(model, text.replace("\n", " "), length, prepend_bos=prepend_bos, corpus=corpus)
-    expected, instead = f"1 to {len(chunks)} chunks", "n=None for all"
-    require(n is None or 1 <= n <= len(chunks), "n", expected=expected, got=n, instead=instead)
-    return chunks[:n]
+    given = len(chunks) if n is None else n
+    return chunks[: count(given, "n", most=len(chunks), instead="n=None for all")]
 
 
 def gibberish(
@@ -235,7 +231,8 @@ def gibberish(
     >>> tlg.corpus.gibberish(model, 4, 10, prepend_bos=True).tokens.shape
     torch.Size([4, 10])
     """
-    view, generator = as_view(model), torch.Generator().manual_seed(seed)
+    view, generator = as_view(model), seeded(seed)
+    n, length = count(n, "n"), count(length, "length")
     tokens = torch.randint(0, view.vocabulary_size, (n, length), generator=generator)
     bos = bos_to_prepend(view, prepend_bos)
     if bos is not None:
@@ -262,11 +259,11 @@ def repeated_random_tokens(
     >>> repeated_random_tokens()[0, :9].tolist()
     [6775, 4171, 8806, 7365, 8316, 2564, 7432, 3625, 6775]
     """
-    expected, got = "at least 1 each", (period, copies, batch)
-    require(min(got) >= 1, "sizes", expected=expected, got=got)
+    sizes = {"period": period, "copies": copies, "batch": batch}
+    period, copies, batch = (count(value, name) for name, value in sizes.items())
     expected, got = f"at least {period} ids", f"{max(0, high - low)} from {low} to {high - 1}"
     require(high - low >= period, "low, high", expected=expected, got=got, instead="a wider range")
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     rows = torch.randint(low, high, (batch, period), generator=generator)
     if 4 * period**2 > high - low:
         # a row repeats a token with probability near period^2 / (2 (high - low)), here above 1 / 8:

@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, distributed
 
 from tl_geometry.base import checks
-from tl_geometry.base.checks import describe
+from tl_geometry.base.checks import describe, seeded
 from tl_geometry.base.errors import fail, require
 from tl_geometry.base.results import Provenance, row_hashes
 from tl_geometry.corpus.passes import batches, cuts
@@ -245,9 +245,7 @@ class Accumulation:
         **options: Any,
     ) -> None:
         for name, least in (("groups", 1), ("keep", 0), ("seed", 0)):
-            number, got = checks.whole(options[name]), repr(options[name])
-            fits = number is not None and number >= least
-            require(fits, name, expected=f"a whole number, at least {least}", got=got)
+            checks.count(options[name], name, least)
         self.states, self.labels, self.options, self.device = states, labels, options, device
         self.group, self.rank, self.size = group, 0, 1
         if group is not None:
@@ -263,9 +261,7 @@ class Accumulation:
         self.cut = cuts(self.contexts, batch, self.borders)[self.rank :: self.size]
         # MPS has no float64, so the sums live on the CPU
         there = "cpu" if device.type == "mps" else device
-        order = torch.randperm(
-            self.contexts, generator=torch.Generator().manual_seed(options["seed"])
-        )
+        order = torch.randperm(self.contexts, generator=seeded(options["seed"]))
         self.sampled = order[: options["keep"]].sort().values
         self.samples = torch.zeros(len(self.sampled), count, length, width)
         second = self._decide("second_moments", count * width**2)

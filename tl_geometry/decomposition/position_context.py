@@ -138,8 +138,10 @@ class PositionContext(Guarded, Result):
     def index(self, state: int) -> int:
         """Row of ``state`` in every array with a state axis."""
         expected, instead = f"one of {self.states}", "decompose(..., states=None) for all"
-        require(state in self.states, "state", expected=expected, got=repr(state), instead=instead)
-        return self.states.index(state)
+        number = checks.whole(state)
+        if number not in self.states:
+            fail("state", expected=expected, got=repr(state), instead=instead)
+        return self.states.index(number)
 
     @property
     def has_second_moments(self) -> bool:

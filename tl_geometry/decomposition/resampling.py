@@ -17,6 +17,7 @@ from einops import einsum
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from tl_geometry.base.checks import seeded
 from tl_geometry.decomposition.groups import jackknife_blocks
 from tl_geometry.decomposition.position_context import PositionContext
 
@@ -86,7 +87,7 @@ def noise_weights(basis: PositionContext, draws: int, seed: int) -> Float[Tensor
     used = basis.group_counts.nonzero().flatten()
     half = len(used) // 2
     weights = torch.zeros(draws if half else 0, len(basis.group_counts), dtype=torch.float64)
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     for row in weights:
         order = used[torch.randperm(len(used), generator=generator)]
         plus, minus = order[:half], order[half:]

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from tl_geometry.base.checks import finite, index, indices
+from tl_geometry.base.checks import count, finite, index, indices, seeded, several
 from tl_geometry.base.errors import fail, require
 from tl_geometry.base.guarded import Guarded
 from tl_geometry.base.linalg import normalize_rows, ratio
@@ -58,9 +58,10 @@ class Trajectories(Guarded, Result):
     def __len__(self) -> int:
         return len(vars(self)["X"])
 
-    def pick(self, rows: Int[Tensor, " sample"] | Sequence[int]) -> Trajectories:
+    def pick(self, rows: Int[Tensor, " sample"] | Sequence[int] | int) -> Trajectories:
         """Some of the trajectories, in the given order (for instance without the outliers)."""
-        rows = torch.as_tensor(rows)
+        n = len(self)
+        rows = torch.tensor([count(row, "rows", -n, n - 1) for row in several(rows)])
         optional = {n: getattr(self, n) for n in ("tokens", "labels")}
         chosen = {n: None if v is None else v[rows] for n, v in optional.items()}
         provenance = replace(self.provenance, contexts=len(rows))
@@ -71,7 +72,7 @@ class Trajectories(Guarded, Result):
         document labels each document is in one part only. A chunk of the second part that equals
         one of the first moves to it, so that nothing held out was fitted on.
         """
-        n, generator = len(self), torch.Generator().manual_seed(seed)
+        n, generator = len(self), seeded(seed)
         expected = "a share between 0 and 1 of at least 2 trajectories"
         require(0 < share < 1 and n >= 2, "split", expected=expected, got=f"{share} of {n}")
         documents = torch.arange(n) if self.labels is None else self.labels
@@ -267,7 +268,7 @@ def bundle(X: Float[Tensor, "trajectory state d_model"], *, k: int = 10) -> dict
     expected, got = "at least three trajectories of two states", f"{n} of {states}"
     require(states >= 2 and n >= 3, "trajectories", expected=expected, got=got)
     # with all n - 1 others as neighbours none could be lost
-    k = min(k, n - 2)
+    k = min(count(k, "k"), n - 2)
     net_length = torch.linalg.vector_norm(X[:, -1].double() - X[:, 0].double(), dim=-1)
     path_length = torch.zeros_like(net_length)
     parallel, kept, before = [], [], _nearest(X[:, 0].double(), k)

@@ -31,7 +31,7 @@ from jaxtyping import Float
 from scipy.interpolate import CubicSpline
 from torch import Tensor
 
-from tl_geometry.base.checks import describe, finite
+from tl_geometry.base.checks import count, describe, finite, seeded
 from tl_geometry.base.errors import require
 from tl_geometry.base.guarded import Guarded
 from tl_geometry.base.results import Provenance, Result
@@ -157,11 +157,12 @@ class LangevinModel(Guarded, Result):
         shaped = finite(x, "start states").dim() == 2 and x.shape[1] == U.shape[1]
         expected, got = f"[trajectory {U.shape[1]}]", describe(x)
         require(shaped, "start states", expected=expected, got=got)
-        require(samples >= 1 and len(times) > 0, "samples", expected="at least 1", got=samples)
+        samples = count(samples, "samples")
+        require(len(times) > 0, "times", expected="at least 1", got="none")
         now, *rows = self._rows(float(self.times[0]) if start is None else start, *times)
         y = x.to(dtype) @ (U[now] / S[now]).to(x.device, dtype)
         y = repeat(y, "n rank -> (sample n) rank", sample=samples)
-        generator = torch.Generator().manual_seed(seed)
+        generator = seeded(seed)
         paths = []
         for row in rows:
             # the first time may be the start itself: no time passes, nothing is drawn

@@ -174,7 +174,8 @@ def effects(
         metric: the next-token ``"loss"`` (nats, mean over the prompt), the ``"difference"`` of the
             logits of ``answer`` and ``other`` at ``position``, or a function of logits
             ``[batch position d_vocab]`` that gives a number for each prompt.
-        answer, other: tokens, as ids or texts of one token, one for all prompts or one for each.
+        answer, other: tokens, as ids or texts of one token, one for all prompts or one for each;
+            ``answer`` may be a pair, or a list of pairs.
         control: ``"shrink"`` (the same share of the scores' covariance, from all terms evenly),
             ``"terms"`` (every other term), ``"heads"``, ``"planes"``, ``"directions"`` or
             ``"writers"`` (``draws`` random ones), one or several. An edit gets those that it has; a
@@ -294,12 +295,11 @@ def _metric(
             return next_token_losses(logits, ids).double().mean(1)
 
         return name, None, loss
-    missing, instead = answer is None or other is None, "answer=, other="
-    expected = 'tokens for metric="difference"'
-    require(not missing, "answer", expected=expected, got="none", instead=instead)
-    ids = torch.stack([answer_ids(view, side, len(rows)) for side in (answer, other)], 1)
+    ids = [] if answer is other is None else answer_ids(view, answer, other, len(rows))
+    expected, instead = 'two tokens for metric="difference"', "answer=(answer, other)"
+    require(len(ids) == 2, "answer", expected=expected, got=len(ids), instead=instead)
 
     def difference(logits: Tensor, chosen: Tensor) -> Tensor:
-        return measured(logits.double(), None, ids[chosen].unbind(1))
+        return measured(logits.double(), None, [side[chosen] for side in ids])
 
     return name, rows.position(position), difference

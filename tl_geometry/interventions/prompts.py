@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import ChainMap
+from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from tl_geometry.base.checks import seeded
 from tl_geometry.base.errors import check_seed, fail, require
 from tl_geometry.corpus.sources import as_tokens
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
@@ -130,7 +132,7 @@ class Edit(LiveEdit):
         pool: Iterable[tuple[int, int]] = (),
         together: bool = False,
         again: Again | None = None,
-        flags: dict[str, None] | None = None,
+        flags: MutableMapping[str, None] | None = None,
     ) -> None:
         check_seed(None if again is None else again.keywords.get("seed"), "seed")
         self.make, self.known, self.together, self.again = make, known, together, again
@@ -156,7 +158,8 @@ class Edit(LiveEdit):
             return [*first.make(first.known or known), *second.make(second.known or known)]
 
         together, heads = first.together or second.together, (*first.heads, *second.heads)
-        return Edit(first.view, make, heads=heads, together=together)
+        flags = ChainMap(first.flags, second.flags)  # passes still add to either
+        return Edit(first.view, make, heads=heads, together=together, flags=flags)
 
 
 def derangement(prompts: int, seed: int) -> Int[Tensor, " batch"]:
@@ -169,7 +172,7 @@ def derangement(prompts: int, seed: int) -> Int[Tensor, " batch"]:
     ([0, 1, 2, 3, 4], False)
     """
     check_seed(seed, "seed")
-    order = torch.randperm(prompts, generator=torch.Generator().manual_seed(int(seed)))
+    order = torch.randperm(prompts, generator=seeded(seed))
     other = torch.empty_like(order)
     other[order] = order.roll(1)
     return other
@@ -179,6 +182,11 @@ def from_another(values: Float[Tensor, "batch ..."], seed: int) -> Float[Tensor,
     """The same values of another prompt of the batch, for every prompt."""
     require_several(len(values))
     return values[derangement(len(values), seed).to(values.device)]
+
+
+def another(seed: int) -> MutableMapping[str, None]:
+    """The flag of an edit that takes values of another prompt."""
+    return {f"values of a random other prompt of the batch (seed {seed})": None}
 
 
 def require_several(prompts: int) -> None:

@@ -25,6 +25,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry.base import checks
+from tl_geometry.base.checks import seeded
 from tl_geometry.base.errors import UnsupportedModelError, check_seed, require
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
 from tl_geometry.interventions.prompts import Edit
@@ -92,9 +93,7 @@ def surrogate(
     require_basis(basis)
     basis.check_model(view)
     most = min(DIRECTIONS, view.d_model)
-    number = min(RANK, most) if rank is None else checks.whole(rank)
-    fits = number is not None and 1 <= number <= most
-    require(fits, "rank", expected=f"1 to {most} directions", got=rank)
+    number = checks.count(min(RANK, most) if rank is None else rank, "rank", most=most)
     chosen = heads_by_layer(checks.heads(heads, view.n_layers, view.n_heads))
     factors = {} if part in OF_ROTARY else dict(factors_of(view, list(chosen), "QK"))
     parts: dict[int, tuple[Tensor, ...]] = {}
@@ -135,6 +134,6 @@ def directions(
     V = V[:, : min(rank, pos_rank)]
     if seed is None:
         return V
-    generator = torch.Generator().manual_seed(int(seed))
+    generator = seeded(seed)
     draw = torch.randn(V.shape, generator=generator, dtype=torch.float64).to(V)
     return torch.linalg.qr(remove_mean(draw.mT, norm_type).mT).Q

@@ -27,7 +27,7 @@ from tl_geometry.base import checks
 from tl_geometry.base.errors import check_seed, require
 from tl_geometry.base.rows import row_center
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
-from tl_geometry.interventions.prompts import Edit, Known, from_another, require_several
+from tl_geometry.interventions.prompts import Edit, Known, another, from_another, require_several
 from tl_geometry.models.attention import scores_of
 from tl_geometry.models.edits import NamedHook, NewScores, RunningHeads, edited_attention
 from tl_geometry.models.model_like import ModelLike
@@ -174,7 +174,7 @@ def term(
     basis.require_identifiable("interventions")
     kept = [p for p in PAIRS if BIAS in p] if how == "keep" else []
     weights = torch.tensor([[float((a, b) in (*pairs, *kept)) for b in PARTS] for a in PARTS])
-    flags: dict[str, None] = {}
+    flags = another(seed) if how == "swap" else {}
 
     def new(run: RunningHeads) -> Tensor:
         layer, length = run.layer, run.layer.h.shape[1]

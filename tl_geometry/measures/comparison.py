@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_geometry.base import linalg
+from tl_geometry.base import checks, linalg
 from tl_geometry.base.errors import require
 from tl_geometry.base.tables import Table
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
@@ -71,8 +71,7 @@ def compare_bases(a: PositionContext, b: PositionContext, *, rank: int | None = 
     for state in states:
         i, j = a.index(state), b.index(state)
         P, Q = a.pos[i], b.pos[j]
-        n, limit = _rank(P) if rank is None else rank, min(P.shape)
-        require(1 <= n <= limit, "rank", expected=f"1 to {limit} directions", got=n)
+        n = checks.count(_rank(P) if rank is None else rank, "rank", most=min(P.shape))
         row = _agreement(P, Q, n) | {"overlap_random": torch.tensor(n / P.shape[1]).double()}
         pairs = zip(halves, (i, j), strict=True)
         within = [_agreement(h[0][k], h[1][k], n) for h, k in pairs if h is not None]

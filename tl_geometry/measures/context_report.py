@@ -14,7 +14,8 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from tl_geometry.base import checks
-from tl_geometry.base.errors import fail, require
+from tl_geometry.base.checks import seeded
+from tl_geometry.base.errors import fail
 from tl_geometry.base.intervals import FEWEST, FEWEST_GROUPS
 from tl_geometry.base.linalg import numerical_rank
 from tl_geometry.base.tables import Table
@@ -88,7 +89,7 @@ class ContextState:
     def nulls(self, orders: Sequence[Tensor], draws: int, seed: int) -> Nulls:
         """Measures by (measure, null): of each draw, or one number known without drawing.
         ``orders`` are the documents in random order."""
-        generator = torch.Generator().manual_seed(seed)
+        generator = seeded(seed)
         pos, d_model = self.pos.expand(draws, *self.pos.shape), self.pos.shape[1]
         signs = torch.randint(2, (draws, 1, d_model), generator=generator) * 2.0 - 1
         # one sign per coordinate keeps the sizes of coordinates, which both bases share
@@ -137,7 +138,7 @@ def context_states(
         instead = "decompose(..., keep_ctx=True)"
         fail("basis", expected="context vectors", got="a basis without", instead=instead)
     basis.require_identifiable("contextual_report")
-    require(rank >= 1, "rank", expected="at least 1 direction", got=rank)
+    rank = checks.count(rank, "rank")
     z = label_ids(basis.labels if labels is None else labels, basis.contexts)[0]
     z = z.long() if z is not None and len(z.unique()) >= 2 else None
     # all states use as many directions as each has; a state without any does not count
@@ -218,10 +219,10 @@ def contextual_report(
     True
     """
     require_basis(basis)
-    require(draws >= 1, "draws", expected="at least 1", got=draws)
+    draws = checks.count(draws, "draws")
     states, flags = context_states(basis, labels=labels, rank=rank)
     sets, halves, z = subsets(basis, jackknife=jackknife), reliability(basis.moments), states[0].z
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     n_orders = draws if nulls and z is not None else 0
     orders = [torch.randperm(basis.contexts, generator=generator) for _ in range(n_orders)]
     shuffled = [] if z is None else [z[order] for order in orders]

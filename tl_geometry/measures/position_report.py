@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tl_geometry.base import linalg
-from tl_geometry.base.errors import require
+from tl_geometry.base import checks, linalg
+from tl_geometry.base.checks import seeded
 from tl_geometry.base.intervals import FEWEST
 from tl_geometry.base.tables import Table
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
@@ -122,8 +122,7 @@ def position_states(
 ) -> tuple[list[PositionState], list[str]]:
     """What measures each state of a basis, and remarks."""
     basis.require_identifiable("positional_report")
-    for name, value in {"k": k, "frequencies": frequencies}.items():
-        require(value >= 1, name, expected="at least 1", got=value)
+    k, frequencies = checks.count(k, "k"), checks.count(frequencies, "frequencies")
     used = positional.usable_k(k, min(basis.pos.shape[1:]))
     flags = [f"rank bound k={used} of {k} (short window)"] if used < k else []
     flags += [] if basis.has_second_moments else ["no second moments: no relative norm"]
@@ -183,7 +182,7 @@ def positional_report(
     [[1.0, 0.98]]
     """
     require_basis(basis)
-    require(draws >= 1, "draws", expected="at least 1", got=draws)
+    draws = checks.count(draws, "draws")
     states, flags = position_states(basis, k=k, frequencies=frequencies)
     halves = reliability(basis.moments)
     pairs = zip(basis.states, halves.tolist(), strict=True)
@@ -192,7 +191,7 @@ def positional_report(
         noisy = f"split_half below {LOW_RELIABILITY} in states {spans(unreliable)}: mostly noise"
         flags.append(noisy)
     positions, d_model = basis.pos.shape[1:]
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     orders = [torch.randperm(positions, generator=generator) for _ in range(draws)]
     gaussian = torch.randn(draws, positions, d_model, generator=generator, dtype=torch.float64)
     gaussian = gaussian - gaussian.mean(1, keepdim=True)

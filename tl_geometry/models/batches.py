@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from tl_geometry.base.checks import whole
-from tl_geometry.base.errors import fail
+from tl_geometry.base.checks import count
 
 
 def default_batch(positions: int, device: torch.device) -> int:
@@ -17,11 +16,8 @@ def default_batch(positions: int, device: torch.device) -> int:
 
 def batch_of(batch_size: int | None, positions: int, device: torch.device) -> int:
     """The batch size that was asked for, if it is one, or the default."""
-    size = default_batch(positions, device) if batch_size is None else whole(batch_size)
-    if size is None or size < 1:
-        expected, got = "a whole number, at least 1", repr(batch_size)
-        fail("batch_size", expected=expected, got=got, instead="batch_size=None for the default")
-    return size
+    size = default_batch(positions, device) if batch_size is None else batch_size
+    return count(size, "batch_size", instead="batch_size=None for the default")
 
 
 def another_row(last: int, rows: int, draws: torch.Generator) -> int:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tl_geometry.base import checks
+from tl_geometry.base.checks import seeded
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reader import as_view
@@ -49,7 +50,7 @@ def reinitialized(
     trained = [(name, p, p.detach().clone()) for name, p in named.values()]
     # a bridge's queries, keys and values may be parts of one weight: parts come after the whole
     trained.sort(key=lambda entry: -entry[1].numel() if how == "shuffle" else 0)
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     what = "untrained" if chosen is None else f"blocks {', '.join(map(str, chosen))} untrained"
     name, head = f"{view.name}, {what} ({how})", chosen is not None and view.head_trained
     try:

@@ -18,6 +18,7 @@ import torch
 
 import tl_geometry as tlg
 from tl_geometry import flow
+from tl_geometry.base import checks
 from tl_geometry.base.errors import require
 from tl_geometry.base.tables import Table
 from tl_geometry.corpus import gibberish, pseudo_sentences
@@ -86,7 +87,7 @@ def sarfati(
     >>> table.column("verdict", quantity="alpha")
     ['not published']
     """
-    require(n is None or n >= 1, "n", expected="at least 1 chunk", got=n)
+    n = None if n is None else checks.count(n, "n")
     view = tlg.view(model)
     runs = numbers()["trajectories"]
     name = published_as or next((m for m in runs if m.lower() in view.name.lower()), view.name)

@@ -15,6 +15,7 @@ from einops import einsum
 from jaxtyping import Float
 from torch import Tensor
 
+from tl_geometry.base import checks
 from tl_geometry.base.errors import require
 from tl_geometry.base.linalg import svd
 
@@ -91,8 +92,7 @@ def theorem1(pos: Float[Tensor, "position d_model"], k: int, m: int) -> LowFrequ
     (0.0, True)
     """
     positions = pos.shape[0]
-    require(1 <= k <= positions, "k", expected=f"1 to {positions} frequencies", got=k)
-    require(m >= 1, "m", expected="1 or more differences", got=m)
+    k, m = checks.count(k, "k", most=positions), checks.count(m, "m")
     pos = pos.double()
     offset = float(torch.linalg.vector_norm(pos.mean(0))) * math.sqrt(positions)
     scale = float(torch.linalg.vector_norm(pos))

@@ -176,14 +176,16 @@ def _draw_curve(axis: draw.Axes, state: int, basis: PositionContext) -> Any:
     return drawn
 
 
-def gram(basis: PositionContext, state: int, *, ax: draw.Axes | None = None) -> draw.View:
+def gram(
+    basis: PositionContext, state: int | None = None, *, ax: draw.Axes | None = None
+) -> draw.View:
     """Cosines between all positional and context vectors of one state, contexts ordered by document
     (Song & Zhong 2023, Fig. 2).
 
     Args:
         basis: from :func:`tl_geometry.decompose`. At most 128 of its context vectors are shown,
             evenly spaced; a basis without context vectors shows positions only.
-        state: which state.
+        state: which state, by default the middle one of the basis.
         ax: axes to draw into.
 
     >>> import tl_geometry as tlg
@@ -192,6 +194,7 @@ def gram(basis: PositionContext, state: int, *, ax: draw.Axes | None = None) -> 
     'Which positions and contexts of state 1 point the same way?'
     """
     require_basis(basis)
+    state = basis.states[len(basis.states) // 2] if state is None else state
     row = basis.index(state)
     vectors = {"positions": basis.pos[row]}
     if basis.ctx is not None:

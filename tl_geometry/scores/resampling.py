@@ -46,6 +46,7 @@ from jaxtyping import Bool, Float, Int
 from scipy import stats
 from torch import Tensor
 
+from tl_geometry.base.checks import seeded
 from tl_geometry.base.errors import fail, require
 from tl_geometry.base.intervals import FEWEST_GROUPS
 from tl_geometry.base.results import row_hashes
@@ -229,7 +230,7 @@ def directions(
 ) -> tuple[Float[Tensor, "sample group"], Float[Tensor, "row group"]]:
     """``c_g = r_g / sqrt(w_g)``, so that ``P(r) = sum_g c_g P_g``: for the basis (all ones) and
     :data:`DRAWS` random directions, and for these made orthogonal to the basis."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     of_basis = share.sqrt()
     r = torch.randn(DRAWS, len(of_basis), generator=generator, dtype=torch.float64)
     r = r / r.norm(dim=1, keepdim=True)
@@ -249,7 +250,7 @@ def independence(
     identical = float(gram.trace()) <= 1e-10 * float(size)
     if identical or not ordered:
         return float(not identical)
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     orders = [torch.randperm(len(gram), generator=generator) for _ in range(DRAWS)]
     order = torch.stack([torch.arange(len(gram)), *orders])
     alike = gram[order[:, :-1], order[:, 1:]].sum(1)

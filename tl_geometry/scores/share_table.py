@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tl_geometry.base import checks
-from tl_geometry.base.errors import choice, fail, require
+from tl_geometry.base import checks, html
+from tl_geometry.base.errors import choice, fail
 from tl_geometry.base.intervals import Interval, LeftOut, jackknife_interval
 from tl_geometry.base.tables import Table
 from tl_geometry.scores.head_types import HEAD_TYPES
@@ -202,16 +202,18 @@ class ShareTable(TermResult):
         return COLUMNS
 
     def rows(self) -> Sequence[Sequence[object]]:
+        """Of each head its groups, then its terms, the largest covariance shares first."""
         rows: list[list[Sequence[object]]] = [[] for _ in self.heads]
         ends = torch.stack([self.dropped_mass, self.total], 1).tolist()
-        for by in self.levels:
+        for by in reversed(self.levels):
             best, shares = self.dominant_by(by), [self.share(share, by) for share in SHARES]
             margins = torch.stack([best.margin, best.gain_margin], 1).tolist()
-            for n, name in enumerate(self.names(by)):
-                # columns "term" and "group": a row has one of them
-                named = (name, None) if by == "term" else (None, name)
-                for h, head in enumerate(self.heads):
-                    values = [float(x[h, n]) for x in shares]
+            order = shares[0].nan_to_num().abs().argsort(descending=True, stable=True).tolist()
+            for h, head in enumerate(self.heads):
+                for n in order[h]:
+                    name, values = self.names(by)[n], [float(x[h, n]) for x in shares]
+                    # columns "term" and "group": a row has one of them
+                    named = (name, None) if by == "term" else (None, name)
                     label = (best.labels[h] == name, *margins[h], best.flags[h])
                     rows[h].append((*head, *named, *values, *label, *ends[h]))
         return [row for of_head in rows for row in of_head]
@@ -274,32 +276,38 @@ class SweepTable(ShareTable):
         cells |= dict(sorted(self.nulls.items()))
         return {k: v.tolist() if isinstance(v, Tensor) else list(v) for k, v in cells.items()}
 
-    def top(self, column: str, n: int = 10) -> SweepTable:
+    def top(self, column: str | int = 10, n: int = 10) -> SweepTable:  # type: ignore[override]
         """The ``n`` heads with the largest values of a numeric column (``"induction"``,
         ``"cs_pos-pos"``, ...), largest first, NaN last. The name of a group or term alone means its
         covariance share: ``"position"``. Names are taken as they are shown, too: ``"mean-mean"``.
+        ``.top(5)`` are the heads whose first group (or term) has the largest share.
         """
-        cells = self._cells()
-        key = key_of(column) if isinstance(column, str) else column
+        if not isinstance(column, str):
+            column, n = f"{self.levels[-1]}_share", column
+        cells, key = self._cells(), key_of(column)
         key = f"cs_{key}" if key in (*self.groups, *self.terms) else key
         numeric = [c for c, values in cells.items() if not isinstance(values[0], str)]
         choice(key, numeric, "column")
-        count = checks.whole(n) or 0
-        require(count >= 1, "n", expected="a whole number, at least 1", got=repr(n))
         values = torch.tensor(cells[key], dtype=torch.float64).nan_to_num(-torch.inf)
-        return self.select(values.argsort(descending=True, stable=True)[:count])
+        return self.select(values.argsort(descending=True, stable=True)[: checks.count(n, "n")])
 
     def text(self, limit: int | None = None) -> str:
         """The first columns of :data:`READ` as aligned plain text."""
-        return f"Sweep{self._read(SHOWN).text(limit)}"  # which begins with "Table("
+        # which begins with "Table("
+        return f"Sweep{self._read(SHOWN, limit).text(limit)}"
 
     def _repr_html_(self) -> str:
-        return self._read(len(READ))._repr_html_()
+        return self._read(len(READ), html.MOST_ROWS)._repr_html_()
 
-    def _read(self, count: int) -> Table:
-        """The first ``count`` columns of :data:`READ`, with a flag that says where all are."""
-        cells = self._cells()
-        more = f"{count} of {len(cells)} columns (all: .to_dataframe(), render.heads)"
-        columns = [map(self.readable, cells[column]) for column in READ[:count]]
+    def _read(self, count: int, limit: int | None) -> Table:
+        """The first ``count`` columns of :data:`READ`, with a flag that says where all are. Of more
+        than ``limit`` heads in their order those of the clearest groups come first."""
+        order, cells = range(len(self.heads)), self._cells()
+        flags = [f"{count} of {len(cells)} columns (all: .to_dataframe(), render.heads)"]
+        if limit is not None and limit < len(order) and list(self.heads) == sorted(self.heads):
+            share = cells[f"{self.levels[-1]}_share"]
+            order = sorted(order, key=lambda i: -share[i] if share[i] == share[i] else 0.0)
+            flags.append("the largest shares first")
+        columns = [[self.readable(cells[column][i]) for i in order] for column in READ[:count]]
         rows: Any = tuple(zip(*columns, strict=True))
-        return Table(provenance=self.provenance.flagged(more), names=READ[:count], cells=rows)
+        return Table(provenance=self.provenance.flagged(*flags), names=READ[:count], cells=rows)

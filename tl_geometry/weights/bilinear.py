@@ -26,8 +26,7 @@ from einops import einsum, rearrange, reduce
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_geometry.base import linalg
-from tl_geometry.base.errors import require
+from tl_geometry.base import checks, linalg
 from tl_geometry.models.norms import NormWeights, remove_mean
 from tl_geometry.models.parameters import HeadWeights
 
@@ -140,7 +139,7 @@ def structure(
     """
     right, size = left if right is None else right, left.shape[-2]
     most = min(left.shape[-1], right.shape[-1])
-    require(1 <= k <= most, "k", expected=f"1 to {most} columns", got=k)
+    k = checks.count(k, "k", most=most)
     energy, block = factors.off_diagonal_energy, rotated_block(factors, left, right)
     std = energy.sqrt() / size  # a rotation keeps the sum of squares
     threshold = math.sqrt(2 * math.log(size**2)) * std

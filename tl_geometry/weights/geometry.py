@@ -29,7 +29,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry.base import checks
-from tl_geometry.base.errors import require
+from tl_geometry.base.errors import check_seed, require
 from tl_geometry.base.guarded import Guarded
 from tl_geometry.base.intervals import FEWEST, FEWEST_GROUPS
 from tl_geometry.base.linalg import ratio
@@ -143,9 +143,9 @@ def weight_geometry(
     checks.choice(matrix, bilinear.MATRICES, "matrix")
     chosen = checks.indices(layers, view.n_layers, "layers")
     step = int(matrix == "OV")  # W_OV reads state l and writes to state l + 1
-    require(rank is None or rank >= 1, "rank", expected="at least 1", got=rank)
-    require(draws >= 0, "draws", expected="at least 0", got=draws)
-    most = RANK if rank is None else rank
+    most = checks.count(RANK if rank is None else rank, "rank")
+    shown, draws = checks.count(shown, "shown"), checks.count(draws, "draws", 0)
+    check_seed(seed, "seed")
     width = min(max(shown, most), view.d_model)
     most = min(most, width)
     centered = view.attention_norm(chosen[0]).norm_type == "LN"
@@ -249,7 +249,7 @@ def _subspace(
     # centred over positions, as the positional vectors are
     noise = noise - noise.mean(1, keepdim=True)
     # a seed for each state: the null of a layer is the same whichever layers are asked for
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + state)
+    generator = torch.Generator().manual_seed(int(seed) * 1_000_003 + state)
     size = (len(signs), pos.shape[1], k)
     normal = torch.randn(size, generator=generator, dtype=torch.float64)
     if centered:  # positional directions lie in the hyperplane of the norm too

@@ -17,7 +17,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tl_geometry.base import checks, linalg
-from tl_geometry.base.errors import require
 from tl_geometry.base.guarded import Guarded
 from tl_geometry.base.tables import Table
 from tl_geometry.models.model_like import ModelLike
@@ -54,9 +53,7 @@ def extremes(
     >>> e.ids.tolist(), e.scores.tolist()
     ([[0, 2], [1, 2]], [[2.0, 0.5], [-1.0, 0.5]])
     """
-    number = checks.whole(k)
-    fits = number is not None and 1 <= number <= len(tokens)
-    require(fits, "k", expected=f"1 to {len(tokens)} tokens", got=k)
+    k = checks.count(k, "k", most=len(tokens))
     flat = vectors.reshape(-1, vectors.shape[-1]).to(tokens)
     found = []
     for some in flat.split(max(1, SCORES // len(tokens))):
@@ -79,7 +76,7 @@ def _read(svd: linalg.SVD, reads: Tensor, writes: Tensor, features: int, k: int)
     sign).
     """
     most = svd.S.shape[-1]
-    require(1 <= features <= most, "features", expected=f"1 to {most}", got=features)
+    features = checks.count(features, "features", most=most)
     pattern = "head d_model rank -> (head rank) d_model"
     left, right = (
         extremes(rearrange(vectors[..., :features], pattern), tokens, k)

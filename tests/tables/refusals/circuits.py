@@ -188,8 +188,6 @@ GROUPS = (
             "scores of another model": ({"circuit": lambda s: s.rotary.edges}, "circuit|edges"),
             "no fractions": ({"fractions": ()}, "fraction"),
             "a fraction of 0": ({"fractions": [0.0]}, "fraction"),
-            "no draws": ({"draws": 0}, "draws"),
-            "a seed below zero": ({"seed": -1}, "seed"),
         },
     ),
     Group(

@@ -57,6 +57,8 @@ COMMANDS = (
     _with("an answer of many tokens", trace("--answer", "x y z"), "token"),
     _with("no answer", ("trace", "x = 1"), "answer"),
     _with("no prompt", ("trace", "--answer", "x"), "PROMPT|prompt|WORDS"),
+    _with("three texts", trace("y = 2", "z = 3"), "PROMPT"),
+    _with("a trace on a device of no name", trace("--device", "toaster"), "device"),
     _with("a position beyond the prompt", trace("--position", "99"), "position"),
     _with("nothing kept", trace("--keep", "0"), "keep"),
     _with("MLPs of no kind", trace("--mlp", "relu"), "mlp"),

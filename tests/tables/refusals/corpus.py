@@ -87,7 +87,7 @@ GROUPS = (
         call=lambda s, prepend_bos=None: tlg.decompose(
             s.model, s.w.corpus, prepend_bos=prepend_bos, progress=False
         ),
-        right={"as they are": {}},
+        right={"as they are": {}, "not to be added": {"prepend_bos": False}},
         wrong={
             "to be added": ({"prepend_bos": True}, "prepend_bos"),
             "in words": ({"prepend_bos": "no"}, "prepend_bos"),
@@ -112,9 +112,7 @@ GROUPS = (
         wrong={
             "length 1": ({"length": 1}, "length"),
             "a length in words": ({"length": "8"}, "length"),
-            "none of them": ({"n": 0}, "^n$"),
             "more than there are": ({"n": 9999}, "^n$"),
-            "a seed below zero": ({"n": 2, "seed": -1}, "seed"),
             "an empty text": "",
             "None": None,
             "too short a text": "x",
@@ -172,6 +170,9 @@ GROUPS = (
             ),
             "an answer of no id": ({"answers": -1}, "answers"),
             "answers of other prompts": ({"answers": [5, 6, 7]}, "answers"),
+            "three answers each": ({"answers": (5, 6, 7)}, "answers"),
+            "a pair and an answer": ({"answers": [(5, 6), 7]}, "answers"),
+            "others alone": ({"others": 5}, "answers"),
             "a position beyond": ({"positions": {"x": 99}}, "position"),
             "a position that is not there": ({"positions": {"x": "zz"}}, "position"),
         },

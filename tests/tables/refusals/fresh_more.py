@@ -197,12 +197,7 @@ ROWS: tuple[Row, ...] = (
         what="inference|gradient",
         either=True,
     ),
-    Row(
-        name="18 a model made in inference mode",
-        call=made_inside,
-        what=".",
-        either=True,
-    ),
+    Row(name="18 a model made in inference mode", call=made_inside, what=".", either=True),
     Row(
         name="20 half a surrogate pair in a prompt",
         call=lambda s: traced(s.model, "x = \ud800", prepend_bos=True),
@@ -218,12 +213,7 @@ ROWS: tuple[Row, ...] = (
         call=lambda s: traced(s.model, s.ids[:1, :6], keep="0.5"),
         what="keep",
     ),
-    Row(
-        name="20 a generator of graphs",
-        call=averaged,
-        what="graphs",
-        either=True,
-    ),
+    Row(name="20 a generator of graphs", call=averaged, what="graphs", either=True),
     Row(
         name="20 one fraction",
         call=lambda s: tlg.faithfulness(
@@ -244,11 +234,7 @@ ROWS: tuple[Row, ...] = (
         what=".",
         either=True,
     ),
-    Row(
-        name="21 contexts that repeat",
-        call=lambda s: repeated(s, 8),
-        holds=counted_once,
-    ),
+    Row(name="21 contexts that repeat", call=lambda s: repeated(s, 8), holds=counted_once),
     Row(
         name="21 contexts that differ",
         call=lambda s: repeated(s, 1),
@@ -274,11 +260,7 @@ ROWS: tuple[Row, ...] = (
         call=lambda s: traced(with_text(), "w5 w6 w7", "zzz", prepend_bos=True),
         what="answers",
     ),
-    Row(
-        name="25 a column after a filter",
-        call=filtered,
-        holds=lambda s, same: same,
-    ),
+    Row(name="25 a column after a filter", call=filtered, holds=lambda s, same: same),
     Row(name="26 what a basis hands out", call=halved, holds=lambda s, same: same),
     *(
         Row(

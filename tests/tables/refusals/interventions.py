@@ -166,6 +166,7 @@ GROUPS = (
             "of a difference": {},
             "of the loss": {"metric": "loss"},
             "one prompt": {"prompts": lambda s: s.ids[:1], "answer": 5},
+            "pairs": {"answer": [(5, 9), (7, 9)], "other": None},
         },
         wrong={
             **HEADS,

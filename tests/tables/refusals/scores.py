@@ -145,7 +145,6 @@ GROUPS = (
                 "parts",
             ),
             "a layer beyond": ({"layers": 99}, "layers"),
-            "a batch of none": ({"batch_size": 0}, "batch_size"),
         },
     ),
     Group(
@@ -159,7 +158,6 @@ GROUPS = (
         },
         wrong={
             "no column": lambda s: lambda table: table.top("nothing"),
-            "none of them": ({"ask": lambda s: lambda table: table.top("induction", 0)}, "^n$"),
             "planes without them": ({"ask": lambda s: lambda table: table.planes()}, "planes"),
             "LaTeX of no column": (
                 {"ask": lambda s: lambda table: table.to_latex(["nothing"])},
