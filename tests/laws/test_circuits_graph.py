@@ -103,6 +103,9 @@ def test_tokens_sum_to_the_logit_and_edges_to_their_node(kind: str, keep: float)
     within = WITHIN * size(graph)
     assert total(graph.tokens()) == pytest.approx(graph.value, abs=within)
     assert total(graph.direct()) == pytest.approx(graph.value, abs=within)
+    names, rows = list(graph.leaf_names), graph.tokens().df[:-1]  # without the constants
+    if len(names) > 1:  # a single part is the value itself
+        assert float((rows[names].sum(axis=1) - rows["value"]).abs().max()) < within
     nodes, into = values(graph), summed(graph, "target", ("value",))
     assert len(into) > (20 if keep == 1 else 2)
     assert float((into - nodes[into.index]).abs().max()) < within
