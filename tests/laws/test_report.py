@@ -73,6 +73,8 @@ def test_every_section_is_made_and_every_question_answered(made: Made) -> None:
     items = [item for section in SECTIONS for item in section.items]
     assert {item.key for item in items} == set(words()) - {"names"}
     assert len(findings(out)) == sum(len(item.asks) for item in items)
+    names = set(re.findall("<th[^>]*>([^<(]*[^<( ])", page_of(out)))
+    assert not {f"{n} {end}" for n in names for end in ("low", "high", "se")} & names, "bounds"
     for item in items:
         table = pd.read_csv(out / f"{item.key}.csv")
         assert set(item.words["columns"]) <= set(table.columns), item.key
