@@ -62,8 +62,16 @@ def finite(values: Tensor, what: str) -> Tensor:
     return values
 
 
+def require_default_device() -> None:
+    """Raise where new tensors are made on another device than the CPU, on which generators draw."""
+    device = torch.get_default_device()
+    instead = 'torch.set_default_device("cpu"), and model.to(device)'
+    require(device.type == "cpu", "default device", expected="cpu", got=device, instead=instead)
+
+
 def seeded(seed: Any) -> torch.Generator:
     """A generator of random numbers on the CPU, refused for a seed that is none."""
+    require_default_device()
     check_seed(seed, "seed")
     return torch.Generator().manual_seed(int(seed))
 

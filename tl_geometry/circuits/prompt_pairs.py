@@ -156,7 +156,7 @@ def batches(
     pairs: Prompts,
     metric: UserMetric | None,
     batch_size: int | None,
-    progress: bool,
+    progress: bool = False,
 ) -> Iterator[Batch]:
     """Pairs of one length, as many as fit."""
     size = None if batch_size is None else count(batch_size, "batch_size")

@@ -380,6 +380,7 @@ class PositionContext(Guarded, Result):
 def require_basis(value: object, what: str = "basis") -> None:
     """Raise unless ``value`` is a :class:`PositionContext` (a path or a table in its place is a
     common slip): the one check of every public function that takes a basis."""
+    checks.require_default_device()
     if not isinstance(value, PositionContext):
         is_path = isinstance(value, str | Path)
         instead = "PositionContext.load(path)" if is_path else "decompose(model, tokens)"

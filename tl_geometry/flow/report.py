@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tl_geometry.base.checks import require_default_device
 from tl_geometry.base.errors import require
 from tl_geometry.base.tables import Table
 from tl_geometry.flow import maps, noise
@@ -101,6 +102,7 @@ def compare_ensembles(ensembles: Mapping[str, Trajectories], *, k: int = 10) -> 
     >>> tlg.flow.compare_ensembles({"text": text, "gibberish": null}).column("ensemble")
     ['text', 'gibberish']
     """
+    require_default_device()
     require(len(ensembles) >= 1, "ensembles", expected="at least one", got="none")
     rows = []
     for name, ensemble in ensembles.items():

@@ -231,13 +231,6 @@ def require_full_precision(device: torch.device, name: str) -> None:
     require(not got, name, expected="products in the dtype of the model", got=got, instead=instead)
 
 
-def require_default_device() -> None:
-    """Raise where new tensors are made on another device than the CPU, on which generators draw."""
-    device = torch.get_default_device()
-    instead = 'torch.set_default_device("cpu"), and model.to(device)'
-    require(device.type == "cpu", "default device", expected="cpu", got=device, instead=instead)
-
-
 # ---- hooks of the user
 
 
