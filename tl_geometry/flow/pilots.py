@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from einops import rearrange, repeat
+from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -66,7 +66,8 @@ def _repeat(cache: Any, rows: slice, copies: int, first: int = 0) -> None:
         hooked = hasattr(layer, "past_keys")
         for name in ("past_keys", "past_values") if hooked else ("keys", "values"):
             kept = getattr(layer, name)[rows]
-            setattr(layer, name, repeat(kept, "chunk ... -> (copy chunk) ...", copy=copies))
+            # of one chunk no copy: the pass makes one, where it adds the pilot's own
+            setattr(layer, name, kept.expand(copies, *kept.shape).flatten(0, 1))
 
 
 def _copies(cache: Any, rows: slice, copies: int) -> Any:

@@ -57,7 +57,7 @@ from tl_geometry.scores.sums import (
     sums_of_some,
 )
 from tl_geometry.scores.terms import bias_label
-from tl_geometry.scores.writer_sweep import WriterSweep, sweep_writers
+from tl_geometry.scores.writer_sweep import sweep_writers
 
 KEPT_BYTES = 2**28
 """Projections of mean and pos are kept between batches where those of all layers fit."""
@@ -77,7 +77,7 @@ def sweep_heads(
     prepend_bos: bool | None = None,
     progress: bool = True,
     seed: int = 0,
-) -> SweepTable | WriterSweep | Any:  # a WriterSweep with ``parts="writers"`` or ``"blocks"``
+) -> SweepTable | Any:  # with ``parts="writers"`` or ``"blocks"`` a WriterSweep
     """Shares, dominant terms and type (induction, previous-token, duplicate-token) of every
     attention head, in one pass over ``windows`` that forms no term as a matrix.
 
