@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tl_geometry.base.errors import check_seed, fail, require
+from tl_geometry.base.errors import LARGEST_SEED, fail, require
 
 # these live with the errors, which load without torch; other packages import them here
 from tl_geometry.base.errors import choice as choice
@@ -72,8 +72,7 @@ def require_default_device() -> None:
 def seeded(seed: Any) -> torch.Generator:
     """A generator of random numbers on the CPU, refused for a seed that is none."""
     require_default_device()
-    check_seed(seed, "seed")
-    return torch.Generator().manual_seed(int(seed))
+    return torch.Generator().manual_seed(count(seed, "seed", 0, LARGEST_SEED))
 
 
 def index(value: Any, size: int, what: str) -> int:

@@ -114,7 +114,10 @@ def count(
     return number
 
 
+LARGEST_SEED = 2**32 - 1
+"""Numpy's legacy generator has 32 bits."""
+
+
 def check_seed(value: Any, what: str = "--seed") -> None:
-    """Refuse a seed that some generator would not take (numpy's legacy one has 32 bits), fractions
-    and truth values among them."""
-    count(0 if value is None else value, what, 0, 2**32 - 1)
+    """Refuse a seed, if there is one, that some generator would not take."""
+    count(0 if value is None else value, what, 0, LARGEST_SEED)

@@ -6,8 +6,10 @@
 2. One pass over the pilots of a few chunks then takes all their variants as rows, those of one
    variant together; variant 0 is the model's own. A variant that begins at state s becomes rows
    there: blocks before s do not run for it.
-3. Not every class keeps keys, or lets rows begin late (an ALiBi bias may have the batch's size).
-   The first chunks decide: the fastest way whose unedited output is that of a whole pass is taken.
+3. Not every class keeps keys, or lets rows begin late. Masks and rotary tables of one row serve any
+   number of rows, those of two do not: rows begin late where a pass has one chunk, as many variants
+   do. The first chunks decide: the fastest way whose unedited output is that of a whole pass is
+   taken.
 """
 
 from __future__ import annotations
@@ -128,8 +130,8 @@ def pilots(
     """The pilots of all chunks, in order, as many together as have ``variants`` that fill a pass;
     keys and values of ``batch_size`` chunks are kept at a time."""
     size = BATCH if batch_size is None else batch_of(batch_size, chunks.shape[1], view.device)
-    name, late = _fastest(view, chunks[:2])
     step = max(1, min(size, ROWS // variants))
+    name, late = _fastest(view, chunks[: min(step, 2)])
     for part in chunks.split(size):
         cache = kept_keys(view, part[:, :-1], name) if name else None
         for at in (slice(i, i + step) for i in range(0, len(part), step)):
