@@ -1,9 +1,9 @@
 """``python -m tests``: format, lint, types, tests and doctests, as before a commit.
 
-``--fast`` runs less of it, without types: no slow test, and one model of each test. ``--nightly``
-runs everything, with many more random examples, and builds the site. ``--second`` follows a run
-with the other generation of TransformerLens, and leaves out what neither can change. ``--accept``
-stores today's numbers as the records that tests compare with, for a reader of the difference.
+``--fast`` runs less of it: laws, and the subjects of one model. ``--nightly`` runs
+everything, with many more random examples, and builds the site. ``--second`` follows a run with the
+other generation of TransformerLens, and leaves out what neither can change. ``--accept`` stores
+today's numbers as the records that tests compare with, for a reader of the difference.
 """
 
 from __future__ import annotations
@@ -26,6 +26,10 @@ QUIET = {
 LEFT_OUT = {"fast": "nightly or slow", "nightly": "", "second": "nightly or once", "": "nightly"}
 """Markers of the tests that a tier does not run."""
 QUICK = ("format", "lint", "tests")
+OPTIONS = {
+    "fast": ["--fast", "tests/laws", "tests/tables/test_subjects.py"],
+    "nightly": ["--nightly"],
+}
 CHECKS = {
     "fast": QUICK,
     "second": QUICK,
@@ -69,8 +73,7 @@ def commands(tier: str, workers: str) -> dict[str, list[str]]:
     pytest = [*python, "pytest", "-q", "-n", workers, "--dist", "loadgroup", "--durations", "15"]
     if left_out := LEFT_OUT[tier]:
         pytest += ["-m", f"not ({left_out})"]
-    if tier in ("fast", "nightly"):
-        pytest.append(f"--{tier}")
+    pytest += OPTIONS.get(tier, [])
     return {
         "format": [*python, "ruff", "format", "--check", "."],
         "lint": [*python, "ruff", "check", "."],
