@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tl_geometry.base.errors import LARGEST_SEED, fail, require
+from tl_geometry.base.errors import check_seed, fail, require
 
 # these live with the errors, which load without torch; other packages import them here
 from tl_geometry.base.errors import choice as choice
@@ -70,9 +70,9 @@ def require_default_device() -> None:
 
 
 def seeded(seed: Any) -> torch.Generator:
-    """A generator of random numbers on the CPU, refused for a seed that is none."""
+    """A generator on the CPU, started with a seed that is a whole number from 0 to 2^32 - 1."""
     require_default_device()
-    return torch.Generator().manual_seed(count(seed, "seed", 0, LARGEST_SEED))
+    return torch.Generator().manual_seed(check_seed(seed, "seed"))
 
 
 def index(value: Any, size: int, what: str) -> int:
@@ -85,7 +85,7 @@ def index(value: Any, size: int, what: str) -> int:
 
 
 def several(values: Any) -> tuple[Any, ...]:
-    """One value, or several, as several."""
+    """The values as a tuple; one value becomes a tuple of one."""
     # a tensor of one number is Iterable by its type, but counts as that number
     one = not isinstance(values, Iterable) or getattr(values, "ndim", 1) == 0
     return (values,) if one else tuple(values)

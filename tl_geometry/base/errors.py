@@ -114,10 +114,6 @@ def count(
     return number
 
 
-LARGEST_SEED = 2**32 - 1
-"""Numpy's legacy generator has 32 bits."""
-
-
-def check_seed(value: Any, what: str = "--seed") -> None:
-    """Refuse a seed, if there is one, that some generator would not take."""
-    count(0 if value is None else value, what, 0, LARGEST_SEED)
+def check_seed(value: Any, what: str = "--seed") -> int:
+    """A seed as an int, if every generator takes it (numpy's legacy one has 32 bits)."""
+    return count(value, what, 0, 2**32 - 1)

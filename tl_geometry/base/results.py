@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tl_geometry.base import html
 from tl_geometry.base.axes import axes_of
-from tl_geometry.base.errors import choice, count
+from tl_geometry.base.errors import choice, count, require
 from tl_geometry.base.files import as_path, read_file, write_atomically
 from tl_geometry.base.records import decode, encode
 
@@ -207,22 +207,23 @@ class Result:
         rows = [tuple(row) for row in self.rows()]
         return pd.DataFrame.from_records(rows, columns=list(self.columns()))
 
-    def top(self, column: str | int = 10, n: int = 10) -> Table:
+    def top(self, column: str | int | None = None, n: int | None = None) -> Table:
         """The ``n`` rows of the largest absolute values in a ``column`` of numbers, NaN last:
-        ``.top("cs", 5)``. ``.top(5)`` takes the first rows."""
+        ``.top("cs", 5)``, 10 by default. ``.top(5)`` takes the first rows."""
         from tl_geometry.base.tables import Table  # which is a result itself
 
+        by, most = wanted(column, n)
         rows: Any = self.rows()
         keys, names = self.columns(), [str(self.readable(name)) for name in self.columns()]
-        if isinstance(column, str):
-            column = names[keys.index(column)] if column in keys else column
-            every = zip(names, zip(*rows, strict=True), strict=True)
-            numbers = [name for name, of in every if all(isinstance(v, int | float) for v in of)]
-            at = names.index(choice(column, numbers, "column"))
+        if by is not None:
+            by = names[keys.index(by)] if by in keys else by
+            is_number = [
+                all(isinstance(row[i], int | float) for row in rows) for i in range(len(names))
+            ]
+            numbers = [name for name, number in zip(names, is_number, strict=True) if number]
+            at = names.index(choice(by, numbers, "column"))
             rows = sorted(rows, key=lambda row: math.inf if row[at] != row[at] else -abs(row[at]))
-        else:
-            n = column
-        cells: Any = tuple(tuple(map(self.readable, row)) for row in rows[: count(n, "n")])
+        cells: Any = tuple(tuple(map(self.readable, row)) for row in rows[:most])
         chance = getattr(self, "chance", "")
         return Table(provenance=self.provenance, names=tuple(names), cells=cells, chance=chance)
 
@@ -287,6 +288,19 @@ class Result:
 
 
 R = TypeVar("R", bound=Result)
+
+
+def wanted(column: str | int | None, n: int | None) -> tuple[str | None, int]:
+    """The column that :meth:`Result.top` sorts by, if any, and the number of rows.
+
+    >>> wanted("cs", 5), wanted(5, None), wanted(None, None)
+    (('cs', 5), (None, 5), (None, 10))
+    """
+    by = column if isinstance(column, str) else None
+    one = by is not None or column is None or n is None
+    require(one, "column", expected="the name of a column", got=repr(column))
+    first = n if by is not None or column is None else column
+    return by, count(10 if first is None else first, "n")
 
 
 def load(path: str | Path) -> Any:

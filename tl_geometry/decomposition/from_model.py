@@ -21,7 +21,7 @@ from torch import Tensor, distributed
 
 from tl_geometry.base import checks
 from tl_geometry.base.checks import describe, seeded
-from tl_geometry.base.errors import fail, require
+from tl_geometry.base.errors import check_seed, fail, require
 from tl_geometry.base.results import Provenance, row_hashes
 from tl_geometry.corpus.passes import batches, cuts
 from tl_geometry.corpus.sources import as_tokens, label_ids
@@ -244,8 +244,9 @@ class Accumulation:
         group: Any = None,
         **options: Any,
     ) -> None:
-        for name, least in (("groups", 1), ("keep", 0), ("seed", 0)):
+        for name, least in (("groups", 1), ("keep", 0)):
             checks.count(options[name], name, least)
+        check_seed(options["seed"], "seed")
         self.states, self.labels, self.options, self.device = states, labels, options, device
         self.group, self.rank, self.size = group, 0, 1
         if group is not None:

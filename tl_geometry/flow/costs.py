@@ -246,12 +246,13 @@ def skip_costs(
     items, found = list(fitted.items()), []
     parts = [dict(items[i : i + VARIANTS]) for i in range(0, len(items), VARIANTS)]
     bar = {"total": len(rows), "disable": not progress, "desc": "skipping", "unit": "chunk"}
-    read, targets, most = *rows.tokens.split([rows.length - 1, 1], 1), 1 + max(map(len, parts))
+    read, targets, done = rows.tokens[:, :-1], rows.tokens[:, -1], 0
     with tqdm(**bar) as shown:
-        for some in pilots(view, read, most, batch_size):
-            now, targets = targets[: len(some.tokens), 0], targets[len(some.tokens) :]
-            found.append(torch.cat([_measure(some, now, part) for part in parts], dim=1))
-            shown.update(len(now))
+        for some in pilots(view, read, 1 + max(map(len, parts)), batch_size):
+            of_some = targets[done : done + len(some.tokens)]
+            found.append(torch.cat([_measure(some, of_some, part) for part in parts], dim=1))
+            done += len(some.tokens)
+            shown.update(len(some.tokens))
     place = {job: i for i, job in enumerate(fitted)}
     costs = torch.cat(found)[:, [place[job] for job in jobs]]
     kl, top1, top5, increase, own = costs.mean(0).T.tolist()

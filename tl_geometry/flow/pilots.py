@@ -3,13 +3,14 @@
 
 1. Only the last token of a chunk, the pilot, is edited. By causality all before it is the same in
    every variant: it runs once for a batch of chunks, and its keys and values are kept.
-2. One pass over the pilots of a few chunks then takes all their variants as rows, those of one
-   variant together; variant 0 is the model's own. A variant that begins at state s becomes rows
-   there: blocks before s do not run for it.
-3. Not every class keeps keys, or lets rows begin late. Masks and rotary tables of one row serve any
-   number of rows, those of two do not: rows begin late where a pass has one chunk, as many variants
-   do. The first chunks decide: the fastest way whose unedited output is that of a whole pass is
-   taken.
+2. One pass over the pilots of a few chunks takes all their variants as rows: chunk c of variant v
+   is row v * chunks + c. Variant 0 is the model's own.
+3. A variant that begins at state s may become rows there, so that blocks before s do not run for
+   it. This needs a pass over one chunk: masks and rotary tables of one row serve any number of
+   rows, those of two serve two.
+4. Not every class keeps keys, or lets rows begin late. The first chunks decide: the fastest way
+   whose unedited output is that of a whole pass is taken. Without kept keys each pass has one
+   chunk.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ BATCH = 16
 """Chunks whose keys and values are kept at a time: 50 tokens of each are one efficient pass, and
 fill 0.4 GiB in half precision with seven billion parameters."""
 ROWS = 64
-"""Rows of one pass over pilots, where one chunk has fewer: to read all weights takes as long as to
-multiply them with some twenty rows."""
+"""Chunks go through one pass together while their variants are at most so many rows: to read all
+weights takes as long as to multiply them with some twenty rows."""
 HOOKED = "past_kv_cache"
 """What HookedTransformer calls the argument of forward() that takes kept keys."""
 
@@ -132,6 +133,7 @@ def pilots(
     size = BATCH if batch_size is None else batch_of(batch_size, chunks.shape[1], view.device)
     step = max(1, min(size, ROWS // variants))
     name, late = _fastest(view, chunks[: min(step, 2)])
+    step = step if name else 1
     for part in chunks.split(size):
         cache = kept_keys(view, part[:, :-1], name) if name else None
         for at in (slice(i, i + step) for i in range(0, len(part), step)):
@@ -150,7 +152,8 @@ def _fastest(view: ModelView, chunks: Int[Tensor, "chunk position"]) -> tuple[st
     relative = 0.05 if torch.finfo(view.dtype).bits < 32 else 1e-4
     bound = relative * max(1.0, float(own.abs().max()))
     doubled = dict.fromkeys({1, view.n_layers}, lambda h: torch.cat([h, h[-1:]]))
-    for name, late in itertools.product(() if view.hooked() else names, (True, False)):
+    ways = (True, False) if len(chunks) == 1 else (False,)
+    for name, late in itertools.product(() if view.hooked() else names, ways):
         with suppress(Exception):  # a class may refuse kept keys, or late rows, in any words
             cache = kept_keys(view, chunks[:, :-1], name)
             found = Pilots(view, chunks, name, cache, late=late)(doubled, 1 + len(doubled))

@@ -12,9 +12,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tl_geometry.base import checks, html
+from tl_geometry.base import html
 from tl_geometry.base.errors import choice, fail
 from tl_geometry.base.intervals import Interval, LeftOut, jackknife_interval
+from tl_geometry.base.results import wanted
 from tl_geometry.base.tables import Table
 from tl_geometry.scores.head_types import HEAD_TYPES
 from tl_geometry.scores.labels import Dominant, dominant
@@ -208,10 +209,11 @@ class ShareTable(TermResult):
         for by in reversed(self.levels):
             best, shares = self.dominant_by(by), [self.share(share, by) for share in SHARES]
             margins = torch.stack([best.margin, best.gain_margin], 1).tolist()
+            names = self.names(by)
             order = shares[0].nan_to_num().abs().argsort(descending=True, stable=True).tolist()
             for h, head in enumerate(self.heads):
                 for n in order[h]:
-                    name, values = self.names(by)[n], [float(x[h, n]) for x in shares]
+                    name, values = names[n], [float(x[h, n]) for x in shares]
                     # columns "term" and "group": a row has one of them
                     named = (name, None) if by == "term" else (None, name)
                     label = (best.labels[h] == name, *margins[h], best.flags[h])
@@ -276,23 +278,25 @@ class SweepTable(ShareTable):
         cells |= dict(sorted(self.nulls.items()))
         return {k: v.tolist() if isinstance(v, Tensor) else list(v) for k, v in cells.items()}
 
-    def top(self, column: str | int = 10, n: int = 10) -> SweepTable:  # type: ignore[override]
+    def top(  # type: ignore[override]
+        self, column: str | int | None = None, n: int | None = None
+    ) -> SweepTable:
         """The ``n`` heads with the largest values of a numeric column (``"induction"``,
         ``"cs_pos-pos"``, ...), largest first, NaN last. The name of a group or term alone means its
         covariance share: ``"position"``. Names are taken as they are shown, too: ``"mean-mean"``.
-        ``.top(5)`` are the heads whose first group (or term) has the largest share.
+        ``.top(5)`` are the heads whose first group has the largest share.
         """
-        if not isinstance(column, str):
-            column, n = f"{self.levels[-1]}_share", column
-        cells, key = self._cells(), key_of(column)
+        by, most = wanted(column, n)
+        cells, key = self._cells(), key_of("group_share" if by is None else by)
         key = f"cs_{key}" if key in (*self.groups, *self.terms) else key
         numeric = [c for c, values in cells.items() if not isinstance(values[0], str)]
         choice(key, numeric, "column")
         values = torch.tensor(cells[key], dtype=torch.float64).nan_to_num(-torch.inf)
-        return self.select(values.argsort(descending=True, stable=True)[: checks.count(n, "n")])
+        return self.select(values.argsort(descending=True, stable=True)[:most])
 
     def text(self, limit: int | None = None) -> str:
-        """The first columns of :data:`READ` as aligned plain text."""
+        """The first columns of :data:`READ` as aligned plain text. Where ``limit`` hides heads of a
+        whole sweep, those whose first group has the largest share come first."""
         # which begins with "Table("
         return f"Sweep{self._read(SHOWN, limit).text(limit)}"
 
@@ -300,14 +304,13 @@ class SweepTable(ShareTable):
         return self._read(len(READ), html.MOST_ROWS)._repr_html_()
 
     def _read(self, count: int, limit: int | None) -> Table:
-        """The first ``count`` columns of :data:`READ`, with a flag that says where all are. Of more
-        than ``limit`` heads in their order those of the clearest groups come first."""
-        order, cells = range(len(self.heads)), self._cells()
+        """The first ``count`` columns of :data:`READ`, with a flag that says where all are."""
+        # heads in another order than the model's were sorted by whoever asks
+        hides = limit is not None and limit < len(self.heads)
+        by_share = hides and list(self.heads) == sorted(self.heads)
+        cells = (self.top(len(self.heads)) if by_share else self)._cells()
         flags = [f"{count} of {len(cells)} columns (all: .to_dataframe(), render.heads)"]
-        if limit is not None and limit < len(order) and list(self.heads) == sorted(self.heads):
-            share = cells[f"{self.levels[-1]}_share"]
-            order = sorted(order, key=lambda i: -share[i] if share[i] == share[i] else 0.0)
-            flags.append("the largest shares first")
-        columns = [[self.readable(cells[column][i]) for i in order] for column in READ[:count]]
+        flags += ["the largest shares first"] if by_share else []
+        columns = [map(self.readable, cells[column]) for column in READ[:count]]
         rows: Any = tuple(zip(*columns, strict=True))
         return Table(provenance=self.provenance.flagged(*flags), names=READ[:count], cells=rows)

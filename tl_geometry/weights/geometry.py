@@ -145,7 +145,7 @@ def weight_geometry(
     step = int(matrix == "OV")  # W_OV reads state l and writes to state l + 1
     most = checks.count(RANK if rank is None else rank, "rank")
     shown, draws = checks.count(shown, "shown"), checks.count(draws, "draws", 0)
-    check_seed(seed, "seed")
+    seed = check_seed(seed, "seed")
     width = min(max(shown, most), view.d_model)
     most = min(most, width)
     centered = view.attention_norm(chosen[0]).norm_type == "LN"
@@ -249,7 +249,7 @@ def _subspace(
     # centred over positions, as the positional vectors are
     noise = noise - noise.mean(1, keepdim=True)
     # a seed for each state: the null of a layer is the same whichever layers are asked for
-    generator = torch.Generator().manual_seed(int(seed) * 1_000_003 + state)
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + state)
     size = (len(signs), pos.shape[1], k)
     normal = torch.randn(size, generator=generator, dtype=torch.float64)
     if centered:  # positional directions lie in the hyperplane of the norm too
