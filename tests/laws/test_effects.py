@@ -97,6 +97,22 @@ def test_a_metric_under_edits_is_that_of_passes_inside_them(metric: str) -> None
     assert torch.allclose(small.edited, whole, atol=1e-5)
 
 
+def test_prompts_of_two_lengths_are_measured_as_each_alone() -> None:
+    """With their counterfactuals and answers."""
+    ids, others = ([of[0, :7], of[1], of[2, :7]] for of in (IDS, OTHER))
+    asked = tlg.corpus.prompts(model(), ids, counterfactuals=others, answers=ANSWERS[:3])
+    options: dict[str, Any] = {"metric": "difference", "control": "heads", "draws": 2}
+    edits = interventions.each(model(), "L0H0", by="counterfactual")
+    found = interventions.effects(model(), asked, edits, **options)
+    assert (found.provenance.corpus, found.provenance.contexts) == ("pairs of prompts", 3)
+    for i, (row, other) in enumerate(zip(ids, others, strict=True)):
+        options |= {"counterfactual": other, "answer": ANSWERS[i]}
+        alone = interventions.effects(model(), row, edits, **options)
+        assert torch.allclose(found.edited[:, i], alone.edited[:, 0], atol=1e-5)
+        draws = (of.controls["L0H0", "random heads"] for of in (found, alone))
+        assert torch.allclose(next(draws)[:, i], next(draws)[:, 0], atol=1e-5)
+
+
 def test_intervals_and_p_by_hand() -> None:
     edits = interventions.each(model(), ["L0H1", "L1H2"], by="zero")
     found = interventions.effects(model(), IDS[:10], edits)
@@ -203,6 +219,7 @@ def test_a_planted_head_is_found_and_its_path() -> None:
     assert run(other, control="heads", draws=6).beyond("L1H1") is False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["embedded", pytest.param("smollm2", marks=pytest.mark.smollm2)])
 def test_the_strongest_induction_head_needs_content(which: str) -> None:
     """The rule of SPEC, Version 2: its removal costs more than shrinking, other terms, and the same

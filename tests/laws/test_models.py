@@ -104,7 +104,10 @@ def test_a_directory_is_loaded_offline_and_whole_or_refused(tmp_path: Path) -> N
     ids = tokens(2, 9)
     assert torch.allclose(tlg.view(model).logits(ids), hf_model("llama")(ids).logits, atol=1e-4)
     processed = tlg.load(folder, processed=True)
-    assert tlg.view(processed).processed
+    said = [tlg.view(m).provenance().line() for m in (model, processed)]
+    assert ["processed" in line for line in said] == [False, True]
+    assert all("TransformerBridge, transformer_lens" in line for line in said)
+    assert not any("normalised" in line for line in said)
     from safetensors.torch import load_file, save_file
 
     weights = load_file(folder / "model.safetensors")

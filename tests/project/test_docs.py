@@ -7,7 +7,6 @@ import ast
 import importlib.util
 import json
 import re
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -123,11 +122,6 @@ def test_the_api_has_a_page_for_every_public_package() -> None:
     index = (DOCS / "api" / "index.md").read_text("utf-8")
     assert re.findall(r"^(\w+)$", index, re.M) == ["results", *named]
     assert set(named) == set(tl_geometry.__all__) & set(PACKAGES)
-    assert "sphinx" not in sys.modules
-
-
-MOST_NAMES = 120
-"""Public names in all."""
 
 
 def shown(text: str, *, script: bool = False) -> set[str]:
@@ -142,10 +136,9 @@ def names_of(stub: str) -> list[str]:
     return re.findall(r"^from [.\w]+ import \w+ as (\w+)$", stub, re.M)
 
 
-def test_public_names_are_few_and_each_is_used_where_a_reader_sees_it() -> None:
+def test_each_public_name_is_used_where_a_reader_sees_it() -> None:
     stubs = [path.read_text("utf-8") for path in (ROOT / "tl_geometry").rglob("__init__.pyi")]
     names = {name for stub in stubs for name in names_of(stub)}
-    assert len(names) <= MOST_NAMES
     seen = {word for path in PAGES for word in shown(path.read_text("utf-8"))}
     for path in SCRIPTS.values():
         seen |= shown(path.read_text("utf-8"), script=True)

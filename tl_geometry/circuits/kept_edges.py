@@ -33,7 +33,6 @@ from tl_geometry.base.results import Result
 from tl_geometry.circuits.arithmetic import Live
 from tl_geometry.circuits.edge_layout import EdgeLayout
 from tl_geometry.circuits.prompt_pairs import Batch, UserMetric, batches, pairs_of
-from tl_geometry.circuits.prompt_pairs import provenance_of_pairs as of_pairs
 from tl_geometry.circuits.scored_edges import EdgeScores, largest
 from tl_geometry.circuits.streams import Reads, Shared, Stream
 from tl_geometry.corpus.prompt_sets import as_prompts
@@ -183,8 +182,7 @@ def faithfulness(
     >>> result.unit, result.kept.tolist(), result.random_f.shape
     ('heads', [2], torch.Size([2, 1]))
     """
-    check_seed(seed, "seed")
-    count, view = checks.count(draws, "draws"), as_view(model)
+    draws, seed, view = checks.count(draws, "draws"), check_seed(seed, "seed"), as_view(model)
     layout = EdgeLayout.of(view)
     if isinstance(circuit, EdgeScores):
         levels = tuple(fractions) if isinstance(fractions, Iterable) else (fractions,)
@@ -194,7 +192,7 @@ def faithfulness(
         require(fractions is FRACTIONS, "fractions", expected=expected, got=got)
         unit, sets = _chosen_set(circuit, layout, view)
     # the circuit of each level, then the random ones
-    circuits = torch.cat([sets.unsqueeze(0), _random_sets(sets, count, int(seed))])
+    circuits = torch.cat([sets.unsqueeze(0), _random_sets(sets, draws, seed)])
     options = {"counterfactuals": counterfactual, "answers": answer, "others": other}
     pairs = pairs_of(view, as_prompts(view, prompts, **options, prepend_bos=prepend_bos), metric)
     values = torch.empty(2 + circuits.shape[:2].numel(), len(pairs), dtype=torch.float64)
@@ -214,8 +212,8 @@ def faithfulness(
         metrics=of_circuits[0],
         random=of_circuits[1:],
         chosen=not isinstance(circuit, EdgeScores),
-        seed=int(seed),
-        provenance=of_pairs(view, pairs, sources=("mueller2025",), seed=int(seed)),
+        seed=seed,
+        provenance=view.provenance(pairs, sources=("mueller2025",), seed=seed),
     )
 
 

@@ -17,7 +17,6 @@ from tqdm.auto import tqdm
 
 from tl_geometry.base.checks import count, describe, finite
 from tl_geometry.base.errors import require
-from tl_geometry.base.results import Provenance, hash_tokens
 from tl_geometry.circuits.arithmetic import Live
 from tl_geometry.circuits.edge_layout import EdgeLayout
 from tl_geometry.circuits.runner import BlockRun, Runner, States
@@ -171,13 +170,3 @@ def batches(
                 some = group[start : start + step]
                 yield Batch(runner, layout, some, metric)
                 bar.update(len(some))
-
-
-def provenance_of_pairs(view: ModelView, pairs: Prompts, **fields: Any) -> Provenance:
-    """What a result on these pairs was computed from."""
-    tokens = ""
-    for row in (*pairs.ids, *(pairs.counterfactual_ids or ())):
-        tokens = hash_tokens(row.unsqueeze(0), tokens)
-    about: dict[str, Any] = {"corpus": "pairs of prompts", "contexts": len(pairs)}
-    about |= {"token_hash": tokens, "has_bos": pairs.has_bos, "flags": pairs.flags}
-    return view.provenance(**about, **fields)

@@ -42,7 +42,6 @@ from tl_geometry.circuits.prompt_pairs import (
     pairs_of,
     share_of,
 )
-from tl_geometry.circuits.prompt_pairs import provenance_of_pairs as of_pairs
 from tl_geometry.circuits.streams import Stream
 from tl_geometry.corpus.prompt_sets import as_prompts
 from tl_geometry.models.model_like import ModelLike
@@ -198,7 +197,7 @@ def edge_scores(
         clean=float(both[0]),
         counterfactual=float(both[1]),
         method=method,
-        provenance=of_pairs(view, pairs, sources=sources),
+        provenance=view.provenance(pairs, sources=sources),
     )
 
 

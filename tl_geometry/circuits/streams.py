@@ -34,8 +34,8 @@ class Shared:
 
 
 class Apart(Shared):
-    """The ordinary stream, whose queries, keys and values are read from copies: gradients at these
-    tell the paths through each of them apart."""
+    """The ordinary stream, whose queries, keys and values are read from copies that no gradient
+    leaves: gradients at the copies tell the paths through each of them apart."""
 
     def read(self, which: str) -> Reads:
         """The stream; of an MLP with its past."""

@@ -146,8 +146,7 @@ def composition(
     >>> edges.cs.sum(-1).round(decimals=3).tolist()
     [[1.0, 1.0, 1.0]]
     """
-    check_seed(seed, "seed")
-    draws, seed, view = checks.count(draws, "draws"), int(seed), as_view(model)
+    draws, seed, view = checks.count(draws, "draws"), check_seed(seed, "seed"), as_view(model)
     choice(parts, GRAINS, "parts")
     chosen = checks.heads(heads, view.n_layers, view.n_heads, layers)
     order = sorted(chosen, key=lambda head: head[0])

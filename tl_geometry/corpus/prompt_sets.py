@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tl_geometry.base.checks import index, whole
 from tl_geometry.base.errors import choice, fail, require
+from tl_geometry.base.results import hash_tokens
 from tl_geometry.corpus.sources import Notes, copies_of, encoded, read_ids, unusual
 from tl_geometry.corpus.token_windows import TokenWindows, begins_with_bos
 from tl_geometry.models.model_like import ModelLike
@@ -54,13 +55,27 @@ class Prompts:
         return len(self.ids)
 
     def __repr__(self) -> str:
-        tokens = " to ".join(map(str, sorted({min(self.lengths), max(self.lengths)})))
+        sizes = sorted(set(self.lengths)) or [0]
+        tokens = " to ".join(map(str, sorted({sizes[0], sizes[-1]})))
         return f"Prompts({'; '.join([f'{len(self)} prompts of {tokens} tokens', *self.flags])})"
 
     @property
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each prompt."""
         return tuple(map(len, self.ids))
+
+    @property
+    def corpus(self) -> str:
+        """What results call these prompts."""
+        return "prompts" if self.counterfactual_ids is None else "pairs of prompts"
+
+    @property
+    def token_hash(self) -> str:
+        """Hash of the tokens in their order."""
+        tokens = ""
+        for row in (*self.ids, *(self.counterfactual_ids or ())):
+            tokens = hash_tokens(row.unsqueeze(0), tokens)
+        return tokens
 
     @property
     def tokens(self) -> Int[Tensor, "prompt position"]:
@@ -156,7 +171,9 @@ def prompts(
         got = f"{got[:8]}{f' (prompt {wrong[0]})' if wrong else ''}"
         fits = not wrong and len(ids) == len(other_ids)
         require(fits, "counterfactuals", expected=expected, got=got)
-    tokens = [] if answers is others is None else answer_ids(view, answers, others, len(ids))
+    tokens = (
+        [] if answers is None and others is None else answer_ids(view, answers, others, len(ids))
+    )
     names = {n: _positions(view, n, v, spoken, ids) for n, v in (positions or {}).items()}
     return Prompts(
         ids=ids,
@@ -214,19 +231,21 @@ def answer_ids(
     given = [tuple(pair) if isinstance(pair, tuple | list) else (pair,) for pair in pairs]
     sizes, expected = sorted(set(map(len, given))), "one token for each prompt, or two"
     require(sizes in ([1], [2]), "answers", expected=expected, got=f"{sizes} tokens")
-    return [torch.tensor([_token(view, token) for token in side]) for side in zip(*given)]
+    numbered = [[_token(view, token, i) for token in tokens] for i, tokens in enumerate(given)]
+    return list(torch.tensor(numbered).unbind(1))
 
 
-def _token(view: ModelView, value: Any) -> int:
+def _token(view: ModelView, value: Any, prompt: int) -> int:
     """The id of a token, given as an id or as a text that is one token."""
+    what = f"answers of prompt {prompt}"
     if not isinstance(value, str):
-        return index(value, view.d_vocab, "answers")
+        return index(value, view.d_vocab, what)
     ids = encoded(view, value)
     pieces = view.decode(ids) if ids else ["no token"]
     # the text itself, not the token that stands for unknown words
     known = len(ids) == 1 and pieces[0].strip().casefold() == value.strip().casefold()
     got, instead = f"{value!r}, which is {', '.join(map(repr, pieces))}", "a token id"
-    require(known, "answers", expected="a text that is one token", got=got, instead=instead)
+    require(known, what, expected="a text that is one token", got=got, instead=instead)
     return ids[0]
 
 

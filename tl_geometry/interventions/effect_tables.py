@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -31,7 +31,7 @@ from tl_geometry.base.intervals import (
 )
 from tl_geometry.base.tables import Table
 from tl_geometry.circuits.prompt_pairs import UserMetric, measured
-from tl_geometry.corpus.prompt_sets import answer_ids
+from tl_geometry.corpus.prompt_sets import Prompts, as_prompts
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.interventions.controls import Draw, draws_of
 from tl_geometry.interventions.prompts import Edit, Known
@@ -43,6 +43,8 @@ from tl_geometry.models.output_head import next_token_losses
 from tl_geometry.models.reader import as_view
 
 METRICS = ("loss", "difference")
+CLEAN = None
+"""The key of what was measured without an edit."""
 NAMED = 3
 """Controls that a sentence names, so that it stays one."""
 
@@ -130,6 +132,59 @@ class Effects(Guarded, Table):
         return f"{text}."
 
 
+class Metric(NamedTuple):
+    """The name of a metric, the position of the logits that it reads (``None``: all), and a number
+    for each prompt from logits and the numbers of the prompts."""
+
+    name: str
+    position: int | None
+    of: Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """Passes over prompts of one length."""
+
+    known: Known
+    metric: Metric
+    batch_size: int | None
+
+    def one(self, edit: Edit | None) -> Float[Tensor, " context"]:
+        """The metric of each prompt under an edit, or of the clean run."""
+        view, tokens, at = self.known.view, self.known.rows.tokens, self.metric.position
+        size = batch_of(self.batch_size, tokens.shape[1], view.device)
+        most = output_batch(view, tokens.shape[1], all_positions=at is None)
+        size = size if self.batch_size else min(size, most)
+        size = len(tokens) if edit is not None and edit.together else size
+        values = []
+        for rows in torch.arange(len(tokens)).split(size):
+            with nullcontext() if edit is None else edit.attached():
+                logits = view.logits(tokens[rows], position=at)
+            values.append(self.metric.of(logits, rows).double().cpu())
+        return checks.finite(torch.cat(values), f"metric {self.metric.name}")
+
+    def all(
+        self, edits: Mapping[str, Edit], drawn: Mapping[tuple[str, str], list[Draw]], bar: Any
+    ) -> dict[Any, Float[Tensor, "... context"]]:
+        """The metric of the clean run (:data:`CLEAN`), under each edit by its name, and under all
+        draws of its controls by (edit, control)."""
+        done: dict[Any, Tensor] = {}
+
+        def once(key: Any, edit: Callable[[], Edit | None]) -> Tensor:
+            if key not in done:  # edits with the same options share their draws
+                done[key] = self.one(edit())
+                bar.update(1)
+            return done[key]
+
+        found: dict[Any, Tensor] = {CLEAN: once(CLEAN, lambda: None)}
+        for name, edit in edits.items():
+            found[name] = once(name, lambda edit=edit: edit)
+        for key, draws in drawn.items():
+            of = [once(d.key, lambda d=d: d.make().given(self.known)) for d in draws]
+            found[key] = torch.stack(of)
+        return found
+
+
 def excess_over(gaps: Float[Tensor, " context"], draws: Float[Tensor, " sample"]) -> Interval:
     """How much more a chosen edit does than random controls, with a 95% interval.
 
@@ -167,7 +222,9 @@ def effects(
     metric, beside controls.
 
     Args:
-        prompts: of one length. One works; intervals and p need 10.
+        prompts: of any lengths (a mean, or another prompt, is of those of one length);
+            :class:`~tl_geometry.corpus.Prompts` hold counterfactuals and answers themselves. One
+            works; intervals and p need 10.
         edits: by name (:func:`~tl_geometry.interventions.term`, ``planes``, ``edge``, ``heads``,
             ``path``, ``surrogate``, sums of them). Those that lack prompts get these, and
             ``counterfactual``.
@@ -194,50 +251,46 @@ def effects(
     (['L0H0', 'L1H2'], torch.Size([2, 12]))
     """
     view = as_view(model)
-    check_seed(seed, "seed")
-    known = Known.of(view, prompts, counterfactual, prepend_bos)
-    given, tokens = _checked(view, edits, known), known.rows.tokens
-    name, at, read = _metric(view, known, metric, answer, other, position)
-    size = batch_of(batch_size, tokens.shape[1], view.device)
-    most = output_batch(view, tokens.shape[1], all_positions=at is None)
-    size = size if batch_size else min(size, most)
+    seed, chosen = check_seed(seed, "seed"), _checked(view, edits)
+    options = {"counterfactuals": counterfactual, "answers": answer, "others": other}
+    asked = as_prompts(view, prompts, **options, prepend_bos=prepend_bos)
+    asked = replace(asked, rows=torch.arange(len(asked)))
     controls = [control] if isinstance(control, str) else list(control or ())
-    drawn = draws_of(given, controls, draws, seed)  # refused before anything is run
-    count, done = 1 + len(given) + sum(map(len, drawn.values())), dict[Any, Tensor]()
+    drawn = draws_of(chosen, controls, draws, seed)  # refused before anything is run
+    groups = list(asked.groups())
+    if len(groups) == 1:  # windows say more of themselves than their rows do
+        known = [Known.of(view, prompts, counterfactual, prepend_bos, are_run=True)]
+    else:
+        known = [Known.of(view, group, are_run=True) for group in groups]
+    runs = [
+        Run(of_length, _metric(view, of_length, group, metric, position), batch_size)
+        for of_length, group in zip(known, groups, strict=True)
+    ]
+    given = [{name: edit.given(run.known) for name, edit in chosen.items()} for run in runs]
+    count = len(runs) * (1 + len(chosen) + sum(map(len, drawn.values())))
     with tqdm(total=count, disable=not progress, desc=view.name, unit="run") as bar:
-
-        def run(edit: Edit | None) -> Float[Tensor, " context"]:
-            values = []
-            together = edit is not None and edit.together
-            for rows in torch.arange(len(tokens)).split(len(tokens) if together else size):
-                with nullcontext() if edit is None else edit.attached():
-                    logits = view.logits(tokens[rows], position=at)
-                values.append(read(logits, rows).double().cpu())
-            bar.update(1)
-            return checks.finite(torch.cat(values), f"metric {name}")
-
-        def beside(draw: Draw) -> Float[Tensor, " context"]:
-            if draw.key not in done:  # edits with the same options share their draws
-                done[draw.key] = run(draw.make().given(known))
-            return done[draw.key]
-
-        clean = run(None)
-        edited = torch.stack([run(edit) for edit in given.values()])
-        found = {key: torch.stack([beside(draw) for draw in of]) for key, of in drawn.items()}
-    copies = len(tokens) - len(tokens.unique(dim=0))
+        parts = [run.all(of, drawn, bar) for run, of in zip(runs, given, strict=True)]
+    # the prompts in their own order
+    order = torch.cat([group.rows for group in groups]).argsort()
+    found: dict[Any, Tensor] = {
+        key: torch.cat([part[key] for part in parts], -1)[..., order] for key in parts[0]
+    }
+    copies = len(asked) - len({row.numpy().tobytes() for row in asked.ids})
     flags = [f"{copies} prompts are copies of others: intervals count them"] if copies else []
-    flags += [flag for edit in given.values() for flag in edit.flags]
-    provenance = view.provenance(known.rows, seed=int(seed), flags=tuple(dict.fromkeys(flags)))
-    fields: dict[str, Any] = {"edits": tuple(given), "metric": name, "clean": clean}
-    fields |= {"edited": edited, "controls": found}
+    flags += [flag for edit in chosen.values() for flag in edit.flags]
+    rows = known[0].rows if len(groups) == 1 else asked
+    provenance = view.provenance(rows, seed=seed, flags=tuple(dict.fromkeys(flags)))
+    fields: dict[str, Any] = {"edits": tuple(chosen), "metric": runs[0].metric.name}
+    fields |= {"clean": found[CLEAN], "edited": torch.stack([found[name] for name in chosen])}
+    fields |= {"controls": {key: found[key] for key in drawn}}
     fields |= {"chance": "0 by chance, with 95% intervals over prompts"}
     bare = Effects(provenance=provenance, names=(), cells=(), **fields)
     names, cells = _table(bare)
     return replace(bare, names=names, cells=cells)
 
 
-def _checked(view: ModelView, edits: Any, known: Known) -> dict[str, Edit]:
-    """The edits by name, each with prompts."""
+def _checked(view: ModelView, edits: Any) -> dict[str, Edit]:
+    """The edits by name."""
     fits = isinstance(edits, Mapping) and len(edits) > 0
     fits = fits and all(isinstance(edit, Edit) for edit in edits.values())
     expected, instead = "a mapping from names to edits", "{name: interventions.term(...)}"
@@ -245,7 +298,7 @@ def _checked(view: ModelView, edits: Any, known: Known) -> dict[str, Edit]:
     others = [n for n, edit in edits.items() if edit.view.fingerprint != view.fingerprint]
     expected = f"edits of {view.name} as it is now"
     require(not others, "edits", expected=expected, got=f"edits of another model: {others[:4]}")
-    return {str(name): edit.given(known) for name, edit in edits.items()}
+    return {str(name): edit for name, edit in edits.items()}
 
 
 def _table(found: Effects) -> tuple[tuple[str, ...], tuple[tuple[Any, ...], ...]]:
@@ -269,22 +322,16 @@ def _table(found: Effects) -> tuple[tuple[str, ...], tuple[tuple[Any, ...], ...]
 
 
 def _metric(
-    view: ModelView,
-    known: Known,
-    metric: str | UserMetric,
-    answer: Any,
-    other: Any,
-    position: int | str,
-) -> tuple[str, int | None, Callable[[Tensor, Tensor], Tensor]]:
-    """The name of a metric, the position of the logits that it reads (``None``: all), and the
-    metric itself: a number for each prompt from logits and the numbers of the prompts."""
+    view: ModelView, known: Known, group: Prompts, metric: str | UserMetric, position: int | str
+) -> Metric:
+    """A metric of prompts of one length, ``known`` and ``group``."""
     rows = known.rows
     if callable(metric):
 
         def own(logits: Tensor, chosen: Tensor) -> Tensor:
             return measured(logits, metric).detach()
 
-        return getattr(metric, "__name__", "metric"), None, own
+        return Metric(getattr(metric, "__name__", "metric"), None, own)
     name = checks.choice(str(metric), METRICS, "metric")
     require_output(view, "effects")
     if name == "loss":
@@ -294,12 +341,12 @@ def _metric(
             ids = rows.tokens[chosen].to(logits.device)
             return next_token_losses(logits, ids).double().mean(1)
 
-        return name, None, loss
-    ids = [] if answer is other is None else answer_ids(view, answer, other, len(rows))
+        return Metric(name, None, loss)
+    ids = [side for side in (group.answers, group.others) if side is not None]
     expected, instead = 'two tokens for metric="difference"', "answer=(answer, other)"
     require(len(ids) == 2, "answer", expected=expected, got=len(ids), instead=instead)
 
     def difference(logits: Tensor, chosen: Tensor) -> Tensor:
         return measured(logits.double(), None, [side[chosen] for side in ids])
 
-    return name, rows.position(position), difference
+    return Metric(name, rows.position(position), difference)

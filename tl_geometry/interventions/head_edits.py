@@ -24,7 +24,7 @@ from torch import Tensor
 from tl_geometry.base import checks
 from tl_geometry.base.errors import fail, require
 from tl_geometry.corpus.token_windows import TokensLike
-from tl_geometry.interventions.prompts import Edit, Known, another, from_another
+from tl_geometry.interventions.prompts import Edit, Known, flag_of_another, from_another
 from tl_geometry.interventions.terms import heads_by_layer
 from tl_geometry.models.edits import NamedHook, whole_prompts
 from tl_geometry.models.model_like import ModelLike
@@ -156,7 +156,7 @@ def heads(
     again = partial(heads, model=view, positions=positions, **options)
     pool = checks.heads(None, view.n_layers, view.n_heads) if chosen else ()
     more: dict[str, Any] = {"pool": pool, "together": by == "prompt", "again": again}
-    more["flags"] = another(seed) if by == "prompt" else None
+    more["flags"] = flag_of_another(seed) if by == "prompt" else None
     return Edit(view, make, known=known, heads=chosen, **more)
 
 

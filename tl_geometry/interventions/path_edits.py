@@ -23,7 +23,7 @@ from tl_geometry.interventions.head_edits import (
     one_hot,
     positions_of,
 )
-from tl_geometry.interventions.prompts import Edit, Known, another
+from tl_geometry.interventions.prompts import Edit, Known, flag_of_another
 from tl_geometry.interventions.terms import heads_by_layer
 from tl_geometry.models.edits import (
     NamedHook,
@@ -150,7 +150,7 @@ def path(
     pool = [head for head in checks.heads(None, view.n_layers, view.n_heads) if head[0] <= last]
     together, again = by == "prompt", partial(path, model=view, **options)
     more: dict[str, Any] = {"pool": pool, "together": together, "again": again}
-    more["flags"] = another(seed) if together else None
+    more["flags"] = flag_of_another(seed) if together else None
     return Edit(view, make, known=known, heads=chosen, **more)
 
 

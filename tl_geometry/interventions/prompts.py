@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tl_geometry.base.checks import seeded
 from tl_geometry.base.errors import check_seed, fail, require
+from tl_geometry.corpus.prompt_sets import Prompts
 from tl_geometry.corpus.sources import as_tokens
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
 from tl_geometry.models.batches import default_batch
@@ -28,11 +29,13 @@ round differently by some 1e-7 (1e-2 in half precision, where other tokens diffe
 
 @dataclass(frozen=True, eq=False)
 class Known:
-    """Prompts ``rows``, and a ``counterfactual`` of each."""
+    """Prompts ``rows``, and a ``counterfactual`` of each; ``are_run`` where an edit is measured on
+    them, so that the mean over one prompt would be that prompt."""
 
     view: ModelView
     rows: TokenWindows
     counterfactual: Int[Tensor, "batch position"] | None = None
+    are_run: bool = False
     _kept: dict[tuple[str, str], Tensor] = field(default_factory=dict)
 
     @classmethod
@@ -42,6 +45,8 @@ class Known:
         prompts: TokensLike | Known,
         counterfactual: TokensLike | None = None,
         prepend_bos: bool | None = None,
+        *,
+        are_run: bool = False,
     ) -> Known:
         """Prompts as users give them (:func:`~tl_geometry.corpus.sources.as_tokens`);
         counterfactuals are as many prompts of the same length."""
@@ -49,12 +54,13 @@ class Known:
             return prompts
         rows = as_tokens(view, prompts, prepend_bos=prepend_bos)
         if counterfactual is None:
-            return cls(view, rows)
+            others = prompts.counterfactuals if isinstance(prompts, Prompts) else None
+            return cls(view, rows, others, are_run)
         others = as_tokens(view, counterfactual, prepend_bos=prepend_bos).tokens
         shape, got = tuple(rows.tokens.shape), tuple(others.shape)
         expected = f"counterfactuals {shape}, one for each prompt"
         require(got == shape, "counterfactuals", expected=expected, got=got)
-        return cls(view, rows, others)
+        return cls(view, rows, others, are_run)
 
     @property
     def others(self) -> Int[Tensor, "batch position"]:
@@ -69,6 +75,8 @@ class Known:
         ``"mean"`` over the prompts; each is made once."""
         if (name, of) not in self._kept:
             tokens = self.others if of == "counterfactual" else self.rows.tokens
+            if of == "mean" and self.are_run:
+                require_several(len(tokens))
             parts = tokens.split(default_batch(tokens.shape[1], self.view.device))
             value = torch.cat([self.view.activations(part, [name])[name] for part in parts])
             value = value.double().mean(0).to(value) if of == "mean" else value
@@ -134,7 +142,8 @@ class Edit(LiveEdit):
         again: Again | None = None,
         flags: MutableMapping[str, None] | None = None,
     ) -> None:
-        check_seed(None if again is None else again.keywords.get("seed"), "seed")
+        if again is not None and "seed" in again.keywords:
+            check_seed(again.keywords["seed"], "seed")
         self.make, self.known, self.together, self.again = make, known, together, again
         self.pool, self.flags = tuple(pool), {} if flags is None else flags
         super().__init__(view, make(known), heads)
@@ -143,6 +152,8 @@ class Edit(LiveEdit):
         """The edit with prompts, where it has none of its own."""
         if self.known is not None:
             return self
+        if self.together:
+            require_several(len(known.rows))
         names = ("heads", "pool", "together", "again", "flags")
         options: dict[str, Any] = {name: getattr(self, name) for name in names}
         return Edit(self.view, self.make, known=known, **options)
@@ -171,7 +182,6 @@ def derangement(prompts: int, seed: int) -> Int[Tensor, " batch"]:
     >>> sorted(order.tolist()), bool((order == torch.arange(5)).any())
     ([0, 1, 2, 3, 4], False)
     """
-    check_seed(seed, "seed")
     order = torch.randperm(prompts, generator=seeded(seed))
     other = torch.empty_like(order)
     other[order] = order.roll(1)
@@ -184,7 +194,7 @@ def from_another(values: Float[Tensor, "batch ..."], seed: int) -> Float[Tensor,
     return values[derangement(len(values), seed).to(values.device)]
 
 
-def another(seed: int) -> MutableMapping[str, None]:
+def flag_of_another(seed: int) -> MutableMapping[str, None]:
     """The flag of an edit that takes values of another prompt."""
     return {f"values of a random other prompt of the batch (seed {seed})": None}
 

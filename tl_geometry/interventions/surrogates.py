@@ -83,7 +83,7 @@ def surrogate(
     ...     logits = model(windows.tokens)
     """
     view = as_view(model)
-    check_seed(seed, "seed")
+    seed = check_seed(seed, "seed")
     checks.choice(part, PARTS, "part")
     rotary = view.position == "rotary"
     fits, expected = part in OF_ROTARY or not rotary, "a W_QK that is one matrix for all offsets"

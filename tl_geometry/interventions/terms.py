@@ -27,7 +27,13 @@ from tl_geometry.base import checks
 from tl_geometry.base.errors import check_seed, require
 from tl_geometry.base.rows import row_center
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
-from tl_geometry.interventions.prompts import Edit, Known, another, from_another, require_several
+from tl_geometry.interventions.prompts import (
+    Edit,
+    Known,
+    flag_of_another,
+    from_another,
+    require_several,
+)
 from tl_geometry.models.attention import scores_of
 from tl_geometry.models.edits import NamedHook, NewScores, RunningHeads, edited_attention
 from tl_geometry.models.model_like import ModelLike
@@ -174,7 +180,7 @@ def term(
     basis.require_identifiable("interventions")
     kept = [p for p in PAIRS if BIAS in p] if how == "keep" else []
     weights = torch.tensor([[float((a, b) in (*pairs, *kept)) for b in PARTS] for a in PARTS])
-    flags = another(seed) if how == "swap" else {}
+    flags = flag_of_another(seed) if how == "swap" else {}
 
     def new(run: RunningHeads) -> Tensor:
         layer, length = run.layer, run.layer.h.shape[1]
@@ -257,7 +263,7 @@ def planes(
     """
     view = as_view(model)
     checks.choice(how, PLANES_HOW, "how")
-    check_seed(draw, "draw")
+    draw = None if draw is None else check_seed(draw, "draw")
     wanted: Any = tuple(names) if isinstance(names, list) else names  # a pair of floats is a band
 
     def new(run: RunningHeads) -> Tensor:
@@ -310,7 +316,7 @@ def random_planes(
     expected = f"fewer than all {len(rotated)} rotated planes, and no other, for a control"
     require(fits, "planes", expected=expected, got=f"{count} planes")
     # another seed for each layer and head: 1009 is more than a model has of either
-    generator = torch.Generator().manual_seed((int(seed) * 1009 + layer) * 1009 + head)
+    generator = torch.Generator().manual_seed((seed * 1009 + layer) * 1009 + head)
     drawn = chosen
     while torch.equal(drawn, chosen):
         drawn = torch.zeros_like(chosen)

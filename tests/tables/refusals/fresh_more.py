@@ -121,14 +121,6 @@ def as_merged(s: Scene, found: torch.Tensor) -> bool:
     return torch.allclose(found, readout(True), atol=1e-3, equal_nan=True)
 
 
-def halved(s: Scene) -> bool:
-    """Whether writing to what a basis hands out leaves the basis as it was."""
-    basis = tlg.decompose(s.model, s.ids, **QUIET)
-    before = basis.pos.clone()
-    basis.pos.mul_(0.5)
-    return torch.equal(basis.pos, before)
-
-
 def saved_at_home(s: Scene) -> bool:
     """Whether ``~`` is the home of the user."""
     before = {"HOME": os.environ.get("HOME", ""), "cwd": str(Path.cwd())}
@@ -208,11 +200,6 @@ ROWS: tuple[Row, ...] = (
         call=lambda s: tlg.windows(s.model, frames(s), 2, prepend_bos=True),
         what="texts",
     ),
-    Row(
-        name="20 a share in words",
-        call=lambda s: traced(s.model, s.ids[:1, :6], keep="0.5"),
-        what="keep",
-    ),
     Row(name="20 a generator of graphs", call=averaged, what="graphs", either=True),
     Row(
         name="20 one fraction",
@@ -261,7 +248,6 @@ ROWS: tuple[Row, ...] = (
         what="answers",
     ),
     Row(name="25 a column after a filter", call=filtered, holds=lambda s, same: same),
-    Row(name="26 what a basis hands out", call=halved, holds=lambda s, same: same),
     *(
         Row(
             name=f"27 a metric of {name}",

@@ -38,7 +38,7 @@ def removed(
 def measured(s: Scene, prompts: Any = None, heads: Any = "L1H0", **options: Any) -> Any:
     given: dict[str, Any] = {"metric": "difference", "answer": [5, 7], "other": 9, **options}
     prompts = s.ids[:2] if prompts is None else prompts
-    edits = {"removed": interventions.heads(s.model, heads)}
+    edits = {"removed": interventions.heads(s.model, heads, by=given.pop("by", "mean"))}
     return interventions.effects(s.model, prompts, edits, **given)
 
 
@@ -165,7 +165,7 @@ GROUPS = (
         right={
             "of a difference": {},
             "of the loss": {"metric": "loss"},
-            "one prompt": {"prompts": lambda s: s.ids[:1], "answer": 5},
+            "one prompt": {"prompts": lambda s: s.ids[:1], "answer": 5, "by": "zero"},
             "pairs": {"answer": [(5, 9), (7, 9)], "other": None},
         },
         wrong={
@@ -173,6 +173,7 @@ GROUPS = (
             "tokens beyond the vocabulary": ({"answer": 10**6}, "token|answer"),
             "tokens of three prompts": ({"answer": [5, 6, 7]}, "answer"),
             "no tokens": ({"answer": None}, "answer"),
+            "the mean of one prompt": ({"prompts": lambda s: s.ids[:1], "answer": 5}, "prompts"),
             "a metric of no name": ({"metric": "accuracy"}, "metric"),
             "a control of no name": ({"control": "neurons"}, "control"),
             "a control that no edit has": ({"control": "planes"}, "control"),
