@@ -31,8 +31,6 @@ W = "llama"
 LARGEST = 5_000_000
 NO_SCRIPT = frozenset({"http://www.w3.org/2000/svg"})
 """Addresses that are names and are never fetched."""
-
-
 SCALES = {"limit", "limits", "units", "minValue", "maxValue"}
 """Numbers of a page's data that its script needs for scales."""
 CELL = HOSTILE.replace("\ud800", "")
@@ -70,6 +68,9 @@ def test_a_view_says_four_things(name: str) -> None:
     if not hasattr(view, "page"):
         page = Cells(pages(name)[1]).text
         assert all(text in page for text in said.values())
+        for axis in view.figure.axes:  # what is told apart by names has a legend
+            names = {name for name in axis.get_legend_handles_labels()[1] if name[0] != "_"}
+            assert len(names) < 2 or axis.get_legend() or view.figure.legends, names
 
 
 def numbers(value: Any, depth: int = 0) -> Iterator[np.ndarray]:
