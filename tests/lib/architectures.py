@@ -1,4 +1,4 @@
-"""Which 29 architectures are tested, and with which sizes? Hugging Face class and configuration of
+"""Which 30 architectures are tested, and with which sizes? Hugging Face class and configuration of
 each, and which class of TransformerLens holds it. :mod:`tests.lib.models` builds them."""
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "LlamaForCausalLM",
         _GROUPED | {"rope_parameters": _ROPE | {"rope_type": "yarn"}},
     ),
+    "smollm3": ("SmolLM3ForCausalLM", _GROUPED | {"no_rope_layers": [1, 0]}),
     "bloom": ("BloomForCausalLM", _BLOOM | {"hidden_size": D, "n_head": HEADS}),
     "bloom6": ("BloomForCausalLM", _BLOOM | {"hidden_size": 48, "n_head": 6}),
     "mpt": ("MptForCausalLM", _MPT),
@@ -78,8 +79,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 BY_HAND = ("gemma2", "gemma3", "olmo2")
 """TransformerLens 3 has HookedTransformer configurations of these by official name only."""
 NOT_HOOKED = (
-    *("llama-yarn", "bloom6", "mpt", "olmo2-grouped", "phi", "cohere", "cohere-qk-norm"),
-    *("falcon", "falcon-alibi", "bert", "roberta"),
+    *("llama-yarn", "smollm3", "bloom6", "mpt", "olmo2-grouped", "phi", "cohere"),
+    *("cohere-qk-norm", "falcon", "falcon-alibi", "bert", "roberta"),
 )
 """What HookedTransformer cannot hold, or computes otherwise than Hugging Face."""
 NOT_BRIDGE_3 = ("cohere", "cohere-qk-norm", "roberta")

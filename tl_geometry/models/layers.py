@@ -30,13 +30,11 @@ from tl_geometry.models.layer_view import LayerHook, LayerView
 from tl_geometry.models.norms import NormWeights
 from tl_geometry.models.parameters import HeadWeights, head_weights, inner, part, upcast
 from tl_geometry.models.reconstruction import ReconstructionReport, require_reconstruction
-from tl_geometry.models.runner import Hook, Runner, brief, hooked_points, keep
+from tl_geometry.models.runner import TABLES, Hook, Runner, brief, hooked_points, keep
 from tl_geometry.models.states import entries_of
 
 CORE = tuple(f"attn.hook_{n}" for n in ("q", "k", "v", "z", "pattern", "attn_scores"))
-TABLES = ("attn.hook_cos", "attn.hook_sin")
-"""Hooks of a layer, beside its input, that a view is made from: ``CORE`` in every class, rotary
-``TABLES`` where there are any."""
+"""Hooks of a layer, beside its input and rotary tables, that a view is made from."""
 OnLayer = Callable[[int, Mapping[str, Tensor]], None]
 """Receives a layer, and its activations by hook name."""
 

@@ -23,10 +23,10 @@ from torch import Tensor
 from tl_geometry.base.checks import require_default_device
 from tl_geometry.base.errors import UnsupportedModelError, require
 from tl_geometry.models.fingerprint import fingerprint, head_trained, held_by, loader_facts
-from tl_geometry.models.layers import CORE, TABLES
+from tl_geometry.models.layers import CORE
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.parameters import part
-from tl_geometry.models.runner import Runner, brief, without_hooks
+from tl_geometry.models.runner import TABLES, Runner, brief, without_hooks
 from tl_geometry.models.states import AFTER, BEFORE, state_hooks
 
 SIZES = ("n_heads", "d_model", "d_head", "d_vocab", "n_ctx")
