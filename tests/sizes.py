@@ -70,18 +70,18 @@ def pages() -> list[Path]:
     return [path for path in found if not made & {part.name for part in path.parents}]
 
 
+def public_names() -> set[str]:
+    """What the packages list, without their own names in front."""
+    stubs = (path.read_text(encoding="utf-8") for path in PACKAGE.rglob("__init__.pyi"))
+    return {name for stub in stubs for name in PUBLIC.findall(stub)}
+
+
 @cache
 def today() -> dict[str, int]:
     """The sizes that can be counted."""
     return {
         "lines of code": sum(map(lines_of_code, PACKAGE.rglob("*.py"))),
-        "public names": len(
-            {
-                name
-                for path in PACKAGE.rglob("__init__.pyi")
-                for name in PUBLIC.findall(path.read_text())
-            }
-        ),
+        "public names": len(public_names()),
         "words of documentation": sum(len(path.read_text().split()) for path in pages()),
         "lines of js and css": lines_in(PACKAGE, ".js", ".css"),
         "lines of tests": lines_in(ROOT / "tests", ".py"),

@@ -133,18 +133,6 @@ NAMES |= {old: new for new, names in BECAME.items() for old in names.split()}
 NAMES |= {old: f"gone: {why}" for why, names in GONE.items() for old in names.split()}
 """Name of version 1 -> names of version 2, or ``gone: why``."""
 
-ADDED = (
-    "Prompts",
-    "render.plot",
-    "render.induction",
-    "papers.published_split",
-    "papers.factorisation_gap",
-    "measures.learning_curve",
-    "directions_needed",
-    "layer_anomalies",
-)
-"""Names of version 2 that none of version 1 became."""
-
 WITHOUT_ROW: dict[str, str] = {
     **dict.fromkeys(
         ("BudgetError", "GeometryError", "ReconstructionError", "UnsupportedModelError"),
@@ -161,11 +149,7 @@ WITHOUT_ROW: dict[str, str] = {
     "Prompts": "version 2 alone: a row is written with it",
     "zoo.default_windows": "text of the running Python: a law compares it with windows",
     "plot": "version 2 alone: a row is written with it",
+    "from_hf": "every model of the tests is made by it",
+    "build": "the report: its own laws",
 }
 """Names of version 2 that need no row in the subject table, and why."""
-
-
-def kept() -> set[str]:
-    """All names of version 2."""
-    gone = [new for new in NAMES.values() if new.startswith("gone: ")]
-    return {name for new in NAMES.values() if new not in gone for name in new.split()} | set(ADDED)

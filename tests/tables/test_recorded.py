@@ -35,7 +35,7 @@ def test_answers_are_those_recorded(kind: str, name: str) -> None:
             new |= keyed(name, variant, answered(kind, name, variant))
     old = {key: e for key, e in recording.load(kind).items() if key.startswith(f"{name}/")}
     found = compare(old, new, tolerances(kind, new))
-    assert not found, "\n".join(map(str, found))
+    assert not found, "\n".join(["(python -m tests --accept, if it is meant)", *map(str, found)])
 
 
 @pytest.mark.parametrize("kind", kinds())
