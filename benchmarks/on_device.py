@@ -77,7 +77,9 @@ def agreement(device: str) -> None:
     right = answers("cpu")
     for name, found in answers(device).items():
         wanted = right[name].double()
-        off = float((found.double().cpu() - wanted).abs().nan_to_num().max())
+        found = found.double().cpu()
+        assert torch.equal(found.isnan(), wanted.isnan()), f"{name}: NaN"
+        off = float((found - wanted).abs().nan_to_num().max())
         assert off <= CLOSE * float(wanted.abs().nan_to_num().max()), f"{name}: off by {off:.2g}"
 
 

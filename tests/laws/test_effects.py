@@ -98,16 +98,19 @@ def test_a_metric_under_edits_is_that_of_passes_inside_them(metric: str) -> None
 
 
 def test_prompts_of_two_lengths_are_measured_as_each_alone() -> None:
-    """With their counterfactuals and answers."""
+    """With their counterfactuals and answers, each at its own position of a name."""
     ids, others = ([of[0, :7], of[1], of[2, :7]] for of in (IDS, OTHER))
-    asked = tlg.corpus.prompts(model(), ids, counterfactuals=others, answers=ANSWERS[:3])
+    at = {"end": [3, 8, 6]}
+    asked = tlg.corpus.prompts(
+        model(), ids, counterfactuals=others, answers=ANSWERS[:3], positions=at
+    )
     options: dict[str, Any] = {"metric": "difference", "control": "heads", "draws": 2}
     edits = interventions.each(model(), "L0H0", by="counterfactual")
-    found = interventions.effects(model(), asked, edits, **options)
+    found = interventions.effects(model(), asked, edits, position="end", **options)
     assert (found.provenance.corpus, found.provenance.contexts) == ("pairs of prompts", 3)
     for i, (row, other) in enumerate(zip(ids, others, strict=True)):
-        options |= {"counterfactual": other, "answer": ANSWERS[i]}
-        alone = interventions.effects(model(), row, edits, **options)
+        options |= {"counterfactual": other, "answer": ANSWERS[i], "position": at["end"][i]}
+        alone = interventions.effects(model(), iter([row]), edits, **options)
         assert torch.allclose(found.edited[:, i], alone.edited[:, 0], atol=1e-5)
         draws = (of.controls["L0H0", "random heads"] for of in (found, alone))
         assert torch.allclose(next(draws)[:, i], next(draws)[:, 0], atol=1e-5)

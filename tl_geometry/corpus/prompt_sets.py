@@ -202,7 +202,8 @@ def _read(
 ) -> tuple[Rows, Sequence[str] | None, bool, Notes]:
     """The ids of each prompt, the texts that they are of (``None`` of ids), whether all begin with
     BOS, and notes."""
-    ids, texts, notes = read_ids(view, given, prepend_bos)
+    rows = list(given.ids) if isinstance(given, Prompts) else given
+    ids, texts, notes = read_ids(view, rows, prepend_bos)
     has_bos = begins_with_bos(torch.stack([row[:1] for row in ids]), view.bos_id)
     groups = [torch.stack([r for r in ids if len(r) == n]) for n in sorted(set(map(len, ids)))]
     return tuple(ids), texts, has_bos, (*notes, *unusual(view, groups, has_bos))

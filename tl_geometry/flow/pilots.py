@@ -6,8 +6,8 @@
 2. One pass over the pilots of a few chunks takes all their variants as rows: chunk c of variant v
    is row v * chunks + c. Variant 0 is the model's own.
 3. A variant that begins at state s may become rows there, so that blocks before s do not run for
-   it. This needs a pass over one chunk: masks and rotary tables of one row serve any number of
-   rows, those of two serve two.
+   it. This needs a pass over one chunk: its masks and rotary tables have one row, which serves any
+   number of rows; two rows serve two.
 4. Not every class keeps keys, or lets rows begin late. The first chunks decide: the fastest way
    whose unedited output is that of a whole pass is taken. Without kept keys each pass has one
    chunk.

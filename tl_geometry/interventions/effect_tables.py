@@ -32,7 +32,7 @@ from tl_geometry.base.intervals import (
 from tl_geometry.base.tables import Table
 from tl_geometry.circuits.prompt_pairs import UserMetric, measured
 from tl_geometry.corpus.prompt_sets import Prompts, as_prompts
-from tl_geometry.corpus.token_windows import TokensLike
+from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
 from tl_geometry.interventions.controls import Draw, draws_of
 from tl_geometry.interventions.prompts import Edit, Known
 from tl_geometry.models.batches import batch_of
@@ -224,7 +224,7 @@ def effects(
     Args:
         prompts: of any lengths (a mean, or another prompt, is of those of one length);
             :class:`~tl_geometry.corpus.Prompts` hold counterfactuals and answers themselves. One
-            works; intervals and p need 10.
+            works (but for a mean over prompts); intervals and p need 10.
         edits: by name (:func:`~tl_geometry.interventions.term`, ``planes``, ``edge``, ``heads``,
             ``path``, ``surrogate``, sums of them). Those that lack prompts get these, and
             ``counterfactual``.
@@ -257,15 +257,13 @@ def effects(
     asked = replace(asked, rows=torch.arange(len(asked)))
     controls = [control] if isinstance(control, str) else list(control or ())
     drawn = draws_of(chosen, controls, draws, seed)  # refused before anything is run
-    groups = list(asked.groups())
-    if len(groups) == 1:  # windows say more of themselves than their rows do
-        known = [Known.of(view, prompts, counterfactual, prepend_bos, are_run=True)]
-    else:
-        known = [Known.of(view, group, are_run=True) for group in groups]
-    runs = [
-        Run(of_length, _metric(view, of_length, group, metric, position), batch_size)
-        for of_length, group in zip(known, groups, strict=True)
-    ]
+    require(len(asked), "prompts", expected="at least one prompt", got="none")
+    groups, runs = list(asked.groups()), list[Run]()
+    # windows say more of themselves than their rows do
+    windows = prompts if isinstance(prompts, TokenWindows) else None
+    for group in groups:
+        known = Known.of(view, windows or group, group.counterfactuals, are_run=True)
+        runs.append(Run(known, _metric(view, known, group, metric, position), batch_size))
     given = [{name: edit.given(run.known) for name, edit in chosen.items()} for run in runs]
     count = len(runs) * (1 + len(chosen) + sum(map(len, drawn.values())))
     with tqdm(total=count, disable=not progress, desc=view.name, unit="run") as bar:
@@ -278,7 +276,7 @@ def effects(
     copies = len(asked) - len({row.numpy().tobytes() for row in asked.ids})
     flags = [f"{copies} prompts are copies of others: intervals count them"] if copies else []
     flags += [flag for edit in chosen.values() for flag in edit.flags]
-    rows = known[0].rows if len(groups) == 1 else asked
+    rows = asked if windows is None else runs[0].known.rows
     provenance = view.provenance(rows, seed=seed, flags=tuple(dict.fromkeys(flags)))
     fields: dict[str, Any] = {"edits": tuple(chosen), "metric": runs[0].metric.name}
     fields |= {"clean": found[CLEAN], "edited": torch.stack([found[name] for name in chosen])}
@@ -346,7 +344,13 @@ def _metric(
     expected, instead = 'two tokens for metric="difference"', "answer=(answer, other)"
     require(len(ids) == 2, "answer", expected=expected, got=len(ids), instead=instead)
 
+    shared = not isinstance(position, str) or position in rows.positions
+    at, places = (rows.position(position), None) if shared else (None, group.at(position))
+
     def difference(logits: Tensor, chosen: Tensor) -> Tensor:
+        if places is not None:  # a name that stands for another position in each prompt
+            there = places[chosen].to(logits.device)
+            logits = logits[torch.arange(len(there)), there].unsqueeze(1)
         return measured(logits.double(), None, [side[chosen] for side in ids])
 
-    return Metric(name, rows.position(position), difference)
+    return Metric(name, at, difference)

@@ -75,8 +75,9 @@ class Known:
         ``"mean"`` over the prompts; each is made once."""
         if (name, of) not in self._kept:
             tokens = self.others if of == "counterfactual" else self.rows.tokens
-            if of == "mean" and self.are_run:
-                require_several(len(tokens))
+            what, expected = f"prompts of {tokens.shape[1]} tokens", "at least 2 for their mean"
+            fits, instead = len(tokens) > 1 or of != "mean" or not self.are_run, "reference=prompts"
+            require(fits, what, expected=expected, got=len(tokens), instead=instead)
             parts = tokens.split(default_batch(tokens.shape[1], self.view.device))
             value = torch.cat([self.view.activations(part, [name])[name] for part in parts])
             value = value.double().mean(0).to(value) if of == "mean" else value

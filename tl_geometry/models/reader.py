@@ -129,7 +129,7 @@ def _probe(run: Runner, made_of: tuple[str, torch.device]) -> Probe:
     inside = [f"blocks.{l}.{h}" for l in attending for h in (*CORE, *TABLES)]
     wanted = dict.fromkeys([*states, *ends, *(h for h in inside if h in run._points)])
     with without_hooks(model):
-        activations = run.activations(ids, wanted)
+        activations = run.activations(ids, wanted, optional=TABLES)
     # a model spread over several devices hands the stream on
     pairs = [(activations[end].cpu(), activations[h].cpu()) for end, h in zip(ends, states[1:])]
     broken = [l for l, (end, start) in enumerate(pairs) if not torch.equal(end, start)]

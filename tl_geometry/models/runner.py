@@ -81,13 +81,15 @@ class Runner:
         *,
         logits: bool = False,
         forward: Mapping[str, Any] = NOTHING,
+        optional: tuple[str, ...] = (),
     ) -> Tensor | None:
         """Run the model once over ``tokens [batch position]`` in evaluation mode without gradients.
 
         ``hooks`` maps hook names (``state_hooks`` and the like) to functions of the activation.
         With ``logits`` the logits are returned, otherwise ``None``, and the pass ends at the last
         state that is hooked. Hooks are removed afterwards, also on exceptions; a hook that did not
-        fire is an error. ``forward`` are further arguments of the model's forward().
+        fire is an error, unless its name has one of the ``optional`` ends. ``forward`` are further
+        arguments of the model's forward().
         """
         ids, last = self.checked(tokens), self._last_state(hooks, logits)
         adding = [*hooks.items(), *([] if last is None else [(self.state_hooks[last], _stop)])]
@@ -106,16 +108,18 @@ class Runner:
             for point, handle in handles:
                 take_away(point, handle)
         unseen, expected = set(hooks) - fired, "each to fire in a forward pass"
-        silent = sorted(name for name in unseen if not name.endswith(TABLES))
+        silent = sorted(name for name in unseen if not name.endswith(optional))
         what, got = f"hooks of {self.name}", f"silent: {', '.join(silent)}"
         instead, kind = "another TransformerLens class for this model", UnsupportedModelError
         require(not silent, what, expected=expected, got=got, instead=instead, error=kind)
         return out
 
-    def activations(self, tokens: Tensor, hooks: Iterable[str]) -> dict[str, Tensor]:
+    def activations(
+        self, tokens: Tensor, hooks: Iterable[str], optional: tuple[str, ...] = ()
+    ) -> dict[str, Tensor]:
         """Activations of one forward pass by hook name, detached."""
         held: dict[str, Tensor] = {}
-        self.run(tokens, {name: keep(held, name) for name in hooks})
+        self.run(tokens, {name: keep(held, name) for name in hooks}, optional=optional)
         return held
 
     def checked(self, tokens: Tensor) -> Tensor:

@@ -295,8 +295,8 @@ class SweepTable(ShareTable):
         return self.select(values.argsort(descending=True, stable=True)[:most])
 
     def text(self, limit: int | None = None) -> str:
-        """The first columns of :data:`READ` as aligned plain text. Where ``limit`` hides heads of a
-        whole sweep, those whose first group has the largest share come first."""
+        """The first columns of :data:`READ` as aligned plain text. Where ``limit`` hides heads that
+        are in the model's order, those whose first group has the largest share come first."""
         # which begins with "Table("
         return f"Sweep{self._read(SHOWN, limit).text(limit)}"
 
