@@ -1,4 +1,4 @@
-"""Which 30 architectures are tested, and with which sizes? Hugging Face class and configuration of
+"""Which 32 architectures are tested, and with which sizes? Hugging Face class and configuration of
 each, and which class of TransformerLens holds it. :mod:`tests.lib.models` builds them."""
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ _MIXED = _WIDE | {
     "sliding_window": 6,
 }
 _GEMMA = _MIXED | {"query_pre_attn_scalar": 5}
+_GRANITE = {"residual_multiplier": 0.4, "embedding_multiplier": 3.0, "logits_scaling": 2.0}
+_GRANITE |= {"attention_multiplier": 0.35}
 _NEOX = _PLAIN | {"rotary_pct": 0.5}
 _FALCON = {name: value for name, value in _PLAIN.items() if name != "intermediate_size"}
 _ROPE = {"rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
@@ -59,6 +61,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2ForCausalLM", _PLAIN | {"num_key_value_heads": HEADS}),
     "olmo2-grouped": ("Olmo2ForCausalLM", _GROUPED),
     "phi": ("PhiForCausalLM", _PLAIN | {"partial_rotary_factor": 0.5}),
+    "stablelm": ("StableLmForCausalLM", _GROUPED | {"qk_layernorm": True}),
+    "granite": ("GraniteForCausalLM", _GROUPED | _GRANITE),
     "phi3": ("Phi3ForCausalLM", _GROUPED),
     "cohere": ("CohereForCausalLM", _GROUPED),
     "cohere-qk-norm": ("CohereForCausalLM", _GROUPED | {"use_qk_norm": True}),
@@ -79,8 +83,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 BY_HAND = ("gemma2", "gemma3", "olmo2")
 """TransformerLens 3 has HookedTransformer configurations of these by official name only."""
 NOT_HOOKED = (
-    *("llama-yarn", "smollm3", "bloom6", "mpt", "olmo2-grouped", "phi", "cohere"),
-    *("cohere-qk-norm", "falcon", "falcon-alibi", "bert", "roberta"),
+    *("llama-yarn", "smollm3", "bloom6", "mpt", "olmo2-grouped", "phi", "stablelm", "granite"),
+    *("cohere", "cohere-qk-norm", "falcon", "falcon-alibi", "bert", "roberta"),
 )
 """What HookedTransformer cannot hold, or computes otherwise than Hugging Face."""
 NOT_BRIDGE_3 = ("cohere", "cohere-qk-norm", "roberta")

@@ -12,6 +12,7 @@ import importlib.util
 import itertools
 import json
 import math
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -71,7 +72,7 @@ def _redraw(name: str, value: Tensor, draw: Tensor, offset_gain: bool, sharpness
     if value.dim() == 1 or "sinks" in name or ("norm" in name and value.dim() == 2):
         if ("norm" not in name.lower() and "ln_" not in name) or name.endswith("bias"):
             return 0.3 * draw
-        size = sharpness if any(s in name for s in ("q_norm", "k_norm")) else 1.0
+        size = sharpness if re.search("[qk]_(layer)?norm", name) else 1.0
         return size * (1 + 0.3 * draw) - (1.0 if offset_gain else 0.0)
     if any(part in name for part in ("embed", "wte", "wpe")):
         return draw

@@ -363,8 +363,8 @@ def test_what_is_left_out_cannot_be_held(architecture: str) -> None:
         assert float((found - wanted).abs().max()) > 0.01 * float(wanted.abs().max())
 
 
-def test_there_are_29_architectures_and_few_are_left_out() -> None:
+def test_few_architectures_are_left_out() -> None:
     held = [len(loadable(architecture)) for architecture in ARCHITECTURES]
-    assert len(held) == 29
+    assert len(held) >= 29
     assert held.count(0) <= (3 if HAS_HOOKED else 0)
     assert sum(held) >= (85 if HAS_HOOKED else 57)

@@ -28,7 +28,14 @@ from tl_geometry.models.attention import (
 from tl_geometry.models.infer import infer_layer
 from tl_geometry.models.layer_view import LayerHook, LayerView
 from tl_geometry.models.norms import NormWeights
-from tl_geometry.models.parameters import HeadWeights, head_weights, inner, part, upcast
+from tl_geometry.models.parameters import (
+    HeadWeights,
+    added_times,
+    head_weights,
+    inner,
+    part,
+    upcast,
+)
 from tl_geometry.models.reconstruction import ReconstructionReport, require_reconstruction
 from tl_geometry.models.runner import TABLES, Hook, Runner, brief, hooked_points, keep
 from tl_geometry.models.states import entries_of
@@ -69,13 +76,18 @@ class Layers(Runner):
 
     @torch.no_grad()
     def weights(self, layer: int) -> HeadWeights:
-        """Weights of the heads of one layer, grouped keys expanded, at least float32."""
+        """Weights of the heads of one layer, grouped keys expanded, at least float32; ``W_O`` and
+        ``b_O`` as the block adds them to the stream."""
         return self._weights(layer)
 
     def _weights(self, layer: int) -> HeadWeights:
         """:meth:`weights`, through which gradients reach the parameters."""
         block = self._model.blocks[index(layer, len(self._model.blocks), "layer")]
-        return head_weights(part(block, "attn"), f"block {layer} of {self.name}")
+        weights = head_weights(part(block, "attn"), f"block {layer} of {self.name}")
+        times = added_times(block)
+        if times == 1:
+            return weights
+        return replace(weights, W_O=weights.W_O * times, b_O=weights.b_O * times)
 
     def _attention(self, layer: int, like: Tensor, tables: Tensor | None = None) -> Attention:
         """The layer with its tensors as they are now, in dtype and on the device of ``like``, under

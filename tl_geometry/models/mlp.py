@@ -31,7 +31,7 @@ from tl_geometry.base.errors import UnsupportedModelError, fail
 from tl_geometry.models.attention import Stream
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import NormWeights, no_norm, norms_of
-from tl_geometry.models.parameters import inner, part, upcast
+from tl_geometry.models.parameters import added_times, inner, part, upcast
 from tl_geometry.models.reconstruction import nearest, reconstruction_bound
 from tl_geometry.models.write_spec import attention_output, writing_of
 
@@ -69,11 +69,14 @@ class MLPSpec:
     b_in: Float[Tensor, " d_mlp"] | None
     stored_out: Float[Tensor, "d_mlp d_model"]
     b_out: Float[Tensor, " d_model"]
+    times: float = 1.0
+    """What the block multiplies the output by (Granite); ``b_out`` is multiplied already."""
 
     @property
     def W_out(self) -> Float[Tensor, "d_mlp d_model"]:
-        """The matrix behind the activation."""
-        return self.stored_out.to(self.b_gate)
+        """The matrix behind the activation, up to what the block adds."""
+        matrix = self.stored_out.to(self.b_gate)
+        return matrix if self.times == 1 else matrix * self.times
 
     def hidden(self, x: Stream) -> tuple[Hidden, Hidden | None]:
         """What the activation is applied to, and the other factor, of a normed input."""
@@ -183,7 +186,8 @@ def _matrices(view: ModelView, block: object, h: Tensor) -> Iterator[MLPSpec]:
         return h.new_zeros(width) if value is None else upcast(value).to(h)
 
     gated, (d_model, width) = W_gate is not None, W_in.shape
-    b_in, b_out = bias("b_in", width), bias("b_out", d_model)
+    times = added_times(block)
+    b_in, b_out = bias("b_in", width), bias("b_out", d_model) * times
     biases = [(b_in, b_out)]
     if gated:  # HookedTransformer adds b_in after the product of gate and input
         biases.append((torch.zeros_like(b_in), b_out + b_in @ W_out.to(h)))
@@ -202,6 +206,7 @@ def _matrices(view: ModelView, block: object, h: Tensor) -> Iterator[MLPSpec]:
             b_in=b_in if gated else None,
             stored_out=W_out.detach(),
             b_out=b_out,
+            times=times,
         )
 
 

@@ -4,7 +4,7 @@ sphere use these formulas."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -54,12 +54,13 @@ class NormWeights:
 
     def normalize(self, h: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
         """``h A / s``: the norm without gain and bias."""
+        if self.norm_type is None:
+            return h
         return self.centre(h) / self.scale(h).unsqueeze(-1)
 
     def apply(self, h: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
-        """``(h A / s) * gain + bias``: the whole norm (``h`` itself where there is none)."""
-        if self.norm_type is None:
-            return h
+        """``(h A / s) * gain + bias``: the whole norm (``h`` itself where there is none, or a
+        multiple of it)."""
         return self.normalize(h) * self.gain.to(h) + self.bias.to(h)
 
 
@@ -93,11 +94,12 @@ def read_norm(
     source = None if reading.norm_type is None else inner(module)
 
     def read(*names: str) -> Tensor | None:
-        value = part(source, *names)
-        if value is None:
+        # StableLM has a module for each head
+        values = [part(norm, *names) for norm in part(source, "norms") or [source]]
+        if any(value is None for value in values):
             return None
         # of queries and keys one for all heads, one for each group of heads, or all in a row
-        rows = upcast(value).to(like).reshape(-1, like.shape[-1])
+        rows = upcast(torch.stack(values)).to(like).reshape(-1, like.shape[-1])
         return rows.repeat_interleave(like.numel() // rows.numel(), 0).reshape(like.shape)
 
     gain, bias = read("weight", "w"), read("bias", "b")
@@ -116,6 +118,7 @@ def norms_of(module: Any, cfg: Any, like: Float[Tensor, " d_model"]) -> list[Nor
     return [read_norm(module, reading, like) for reading in readings]
 
 
-def no_norm(like: Float[Tensor, " d_model"]) -> NormWeights:
-    """No norm."""
-    return read_norm(None, NormReading(None), like)
+def no_norm(like: Float[Tensor, " d_model"], times: float = 1.0) -> NormWeights:
+    """No norm; ``times`` multiplies what goes through it."""
+    none = read_norm(None, NormReading(None), like)
+    return replace(none, gain=none.gain * times)

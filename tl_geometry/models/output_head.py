@@ -67,8 +67,10 @@ def infer_head(
     # it, hence 1000 times the bound; 1e-4 is for logits near zero. Another norm is off by far more
     u = unit_roundoff(logits.dtype)
     bound = 1e3 * reconstruction_bound(u, float(exact.abs().max())) + 1e-4
-    # Cohere multiplies its logits; processing folds the number into the unembedding
-    factors = dict.fromkeys((1.0, float(part(config, "logit_scale") or 1)))
+    # Cohere multiplies its logits, Granite divides them; processing folds the number into the
+    # unembedding
+    scales = float(part(config, "logit_scale") or 1), 1 / float(part(config, "logits_scaling") or 1)
+    factors = dict.fromkeys((1.0, *scales))
     readings = norm_readings(part(model, "ln_final"), model.cfg)
     options = [HeadReading(norm, f, cap) for norm, f in itertools.product(readings, factors)]
     heads = (read_head(model, option, h.double()) for option in options)

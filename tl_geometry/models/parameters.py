@@ -52,6 +52,12 @@ def part(owner: Any, *names: str) -> Any:
     return None
 
 
+def added_times(block: Any) -> float:
+    """What a block multiplies the outputs of its attention and of its MLP by before it adds them
+    to the stream (Granite)."""
+    return float(part(block, "residual_contribution_scale") or 1)
+
+
 def inner(module: Any) -> Any:
     """The Hugging Face module inside a bridge component, or the module itself."""
     return part(module, "original_component") or module

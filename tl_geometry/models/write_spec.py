@@ -23,7 +23,7 @@ from torch import Tensor
 from tl_geometry.base.errors import UnsupportedModelError, require
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import NormWeights, no_norm, norms_of
-from tl_geometry.models.parameters import part, upcast
+from tl_geometry.models.parameters import added_times, part, upcast
 from tl_geometry.models.reconstruction import nearest, reconstruction_bound
 from tl_geometry.models.runner import without_hooks
 
@@ -133,7 +133,9 @@ def _embedding(
     """The embeddings that sum to the first state, as many as possible, and the norm behind them."""
     h, model = probe[view.state_hooks[0]], view._model
     module = part(model, "embed_ln") or part(part(model, "embed"), "ln")
-    norms = [no_norm(h[0, 0]), *norms_of(module, model.cfg, h[0, 0])]
+    config = getattr(part(model, "original_model"), "config", None)
+    times = float(part(config, "embedding_multiplier") or 1)  # Granite
+    norms = [no_norm(h[0, 0]), *norms_of(module, model.cfg, h[0, 0]), no_norm(h[0, 0], times)]
 
     def gap(hooks: list[str], norm: NormWeights) -> Tensor:
         return norm.apply(sum((probe[name] for name in hooks), torch.zeros_like(h))) - h
@@ -170,6 +172,5 @@ def _block(
     # models with a norm behind attention have one behind the MLP too, whose output its hook holds:
     # b_out, in front of that norm, cannot be separated
     b_out = part(part(block, "mlp"), "b_out") if norm is None else None
-    return BlockWriting(
-        norm, mlp, h.new_zeros(h.shape[-1]) if b_out is None else upcast(b_out).to(h)
-    )
+    b_out = h.new_zeros(h.shape[-1]) if b_out is None else upcast(b_out).to(h)
+    return BlockWriting(norm, mlp, b_out * added_times(block))
