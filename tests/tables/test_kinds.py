@@ -1,4 +1,4 @@
-"""29 architectures in every class and loading that the installed TransformerLens holds, each
+"""32 architectures in every class and loading that the installed TransformerLens holds, each
 against Hugging Face's own code: logits, states, scores, patterns, one graph, one call of edge
 scores, and two edits. What is refused is refused by name, and what is left out cannot be held.
 

@@ -230,7 +230,9 @@ class Block:
             out = arithmetic.module(mlp.run, x)
         else:
             out = arithmetic.hidden(mlp.act, *mlp.hidden(x)) @ mlp.W_out + mlp.b_out
-        return out if mlp.after.norm_type is None else arithmetic.norm(mlp.after, out)
+        if mlp.after.norm_type is None:
+            return out * mlp.after.gain.to(out)  # Granite's multiplier, else 1
+        return arithmetic.norm(mlp.after, out)
 
     def _rows(self, scores: Tensor) -> Tensor:
         """What the softmax is taken of: masked cells at the least number, a sink one more key."""

@@ -8,7 +8,7 @@ A block's MLP is
 Without a gate the factor ``x W_in + b_in`` is missing, and W_gate and b_gate are what the module
 calls W_in and b_in. h is the stream after attention, or before it (parallel blocks). Norms,
 activation and input are tried in turn; the combination that reproduces the model's own output on
-the probe is kept.
+the probe is kept. Without a norm N_after is the number by which the block multiplies (Granite).
 
 A mixture of experts has more matrices than that. It is ``N_after(module(N(h)))`` with the model's
 own module, run live: its router chooses experts anew for every input.
@@ -69,14 +69,11 @@ class MLPSpec:
     b_in: Float[Tensor, " d_mlp"] | None
     stored_out: Float[Tensor, "d_mlp d_model"]
     b_out: Float[Tensor, " d_model"]
-    times: float = 1.0
-    """What the block multiplies the output by (Granite); ``b_out`` is multiplied already."""
 
     @property
     def W_out(self) -> Float[Tensor, "d_mlp d_model"]:
-        """The matrix behind the activation, up to what the block adds."""
-        matrix = self.stored_out.to(self.b_gate)
-        return matrix if self.times == 1 else matrix * self.times
+        """The matrix behind the activation."""
+        return self.stored_out.to(self.b_gate)
 
     def hidden(self, x: Stream) -> tuple[Hidden, Hidden | None]:
         """What the activation is applied to, and the other factor, of a normed input."""
@@ -186,8 +183,7 @@ def _matrices(view: ModelView, block: object, h: Tensor) -> Iterator[MLPSpec]:
         return h.new_zeros(width) if value is None else upcast(value).to(h)
 
     gated, (d_model, width) = W_gate is not None, W_in.shape
-    times = added_times(block)
-    b_in, b_out = bias("b_in", width), bias("b_out", d_model) * times
+    b_in, b_out = bias("b_in", width), bias("b_out", d_model)
     biases = [(b_in, b_out)]
     if gated:  # HookedTransformer adds b_in after the product of gate and input
         biases.append((torch.zeros_like(b_in), b_out + b_in @ W_out.to(h)))
@@ -206,7 +202,6 @@ def _matrices(view: ModelView, block: object, h: Tensor) -> Iterator[MLPSpec]:
             b_in=b_in if gated else None,
             stored_out=W_out.detach(),
             b_out=b_out,
-            times=times,
         )
 
 
@@ -215,6 +210,8 @@ def _surroundings(view: ModelView, block: object, h: Tensor) -> Iterator[dict[st
     that specs have for them, the likeliest first."""
     cfg, like = view._model.cfg, h[0, 0]
     ln1, ln2, post = (norms_of(part(block, n), cfg, like) for n in ("ln1", "ln2", "ln2_post"))
-    afters, befores = [*post, no_norm(like), *ln2], [*ln2, *ln1, no_norm(like)]
+    # no block that multiplies has a norm behind its MLP
+    afters = [*post, no_norm(like, added_times(block)), *ln2]
+    befores = [*ln2, *ln1, no_norm(like)]
     for after, parallel, before in product(afters, (False, True), befores):
         yield {"before": before, "after": after, "parallel": parallel}

@@ -26,9 +26,9 @@ class NormWeights:
     """A norm: ``x = ((h A) / s) * gain + bias``, A centring over d_model for ``"LN"``, identity for
     ``"RMS"``.
 
-    ``norm_type`` ``None`` is no norm (``x = h``); ``s = sqrt(mean((hA)^2) + eps)``. The mean is
-    over ``axes``: d_model, or of queries and keys (gain ``[head d_head]``) d_head, or all heads of
-    a token together.
+    ``norm_type`` ``None`` is no norm: ``x = h``, or a multiple of it behind what a block writes.
+    ``s = sqrt(mean((hA)^2) + eps)``. The mean is over ``axes``: d_model, or of queries and keys
+    (gain ``[head d_head]``) d_head, or all heads of a token together.
     """
 
     norm_type: str | None

@@ -18,7 +18,8 @@ from tl_geometry.base.errors import UnsupportedModelError, require
 @dataclass(frozen=True, eq=False, kw_only=True)
 class HeadWeights:
     """Weights of one attention layer in TransformerLens order, grouped keys expanded to
-    ``n_heads``; absent biases are zeros."""
+    ``n_heads``; absent biases are zeros. ``W_O`` and ``b_O`` give what the block adds (times
+    :func:`added_times`)."""
 
     W_Q: Float[Tensor, "head d_model d_head"]
     W_K: Float[Tensor, "head d_model d_head"]

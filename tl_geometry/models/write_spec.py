@@ -45,7 +45,7 @@ class BlockWriting(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class Writing:
     """How the whole model writes, inferred once for its weights. The first state is a sum of
-    ``embeddings`` (name, hook), through a norm in some families."""
+    ``embeddings`` (name, hook), through a norm or times a number in some families."""
 
     embeddings: tuple[tuple[str, str], ...]
     embedding_norm: NormWeights
@@ -135,7 +135,8 @@ def _embedding(
     module = part(model, "embed_ln") or part(part(model, "embed"), "ln")
     config = getattr(part(model, "original_model"), "config", None)
     times = float(part(config, "embedding_multiplier") or 1)  # Granite
-    norms = [no_norm(h[0, 0]), *norms_of(module, model.cfg, h[0, 0]), no_norm(h[0, 0], times)]
+    plain = [no_norm(h[0, 0], number) for number in dict.fromkeys((1.0, times))]
+    norms = [*plain, *norms_of(module, model.cfg, h[0, 0])]
 
     def gap(hooks: list[str], norm: NormWeights) -> Tensor:
         return norm.apply(sum((probe[name] for name in hooks), torch.zeros_like(h))) - h
