@@ -14,6 +14,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -189,22 +190,26 @@ def page(found: list[Found], numbers: tuple[int, int]) -> str:
     """The page for the site."""
     here = machine()
     made = ", ".join(f"{name} {here[name]}" for name in ("cores", "torch", "transformer-lens"))
+    made += f", {date.today()}"
     heads = " | ".join(f"{100 * fraction:g}%" for fraction in FRACTIONS[:-1])
     lines = [
         ABOUT.format(machine=made, ranked=numbers[0], judged=numbers[1]),
         f"| task | edges by | {heads} | CPR | CMD | time |",
         f"|---|---|{'---:|' * (len(FRACTIONS) + 2)}",
     ]
-    for each in found:
-        cpr, cmd = (f"{x.value:.3f} [{x.low:.3f}, {x.high:.3f}]" for x in (each.cpr, each.cmd))
-        row = f"| {each.task} | {each.method} | {_shares(each.f)} | {cpr} | {cmd}"
-        lines.append(f"{row} | {each.passes:.1f} |")
-        if each.method == METHODS[0]:
-            row = f"| {each.task} | random | {_shares(each.random)} | {each.random_cpr:.3f}"
-            lines.append(f"{row} | | |")
+    for task, of_task in itertools.groupby(found, key=lambda each: each.task):
+        methods = list(of_task)
+        for each in methods:
+            cpr, cmd = (f"{x.value:.3f} [{x.low:.3f}, {x.high:.3f}]" for x in (each.cpr, each.cmd))
+            row = f"| {task} | {each.method} | {_shares(each.f)} | {cpr} | {cmd}"
+            lines.append(f"{row} | {each.passes:.1f} |")
+        first = methods[0]  # random circuits are the same for all methods
+        null = f"{_shares(first.random)} | {first.random_cpr:.3f}"
+        lines.append(f"| {task} | random | {null} | | |")
     return "\n".join([*lines, ""])
 
 
 def _shares(f: list[float]) -> str:
     """The curve as cells of a table, without its end at 1."""
-    return " | ".join(f"{value:.2f}" for value in f[:-1])
+    # "z": no zero has a sign
+    return " | ".join(f"{value:z.2f}" for value in f[:-1])
