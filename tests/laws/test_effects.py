@@ -35,7 +35,7 @@ def basis() -> Any:
 
 
 RIGHT, WRONG = zip(*ANSWERS)
-PAIRS: dict[str, Any] = {"counterfactual": OTHER, "answer": RIGHT, "other": WRONG}
+PAIRS: dict[str, Any] = {"counterfactual": OTHER}
 
 
 def logits(edit: Any = None, ids: Tensor = IDS) -> Tensor:
@@ -82,17 +82,18 @@ def test_a_metric_under_edits_is_that_of_passes_inside_them(metric: str) -> None
     by_hand = {"loss": losses, "difference": differences, "own": norms}[metric]
     asked: Any = {"own": norms}.get(metric, metric)
     edits = some_edits()
-    together = tlg.interventions.effects(model(), IDS, edits, metric=asked, **PAIRS)
+    more = PAIRS | ({"answer": RIGHT, "other": WRONG} if metric == "difference" else {})
+    together = tlg.interventions.effects(model(), IDS, edits, metric=asked, **more)
     assert together.edits == tuple(edits)
     assert torch.allclose(together.clean, by_hand(logits()).double(), atol=1e-5)
     for row, (name, edit) in enumerate(edits.items()):
         wanted = by_hand(logits(edit)).double()
         assert torch.allclose(together.edited[row], wanted, atol=2e-5), name
         assert float((wanted - together.clean).abs().max()) > 1e-4, name
-        alone = interventions.effects(model(), IDS, {name: edit}, metric=asked, **PAIRS)
+        alone = interventions.effects(model(), IDS, {name: edit}, metric=asked, **more)
         assert torch.allclose(alone.edited[0], together.edited[row], atol=1e-5)
     few = {name: edits[name] for name in ("content", "edge", "patch")}
-    small = interventions.effects(model(), IDS, few, metric=asked, batch_size=5, **PAIRS)
+    small = interventions.effects(model(), IDS, few, metric=asked, batch_size=5, **more)
     whole = torch.stack([together.edited[list(edits).index(name)] for name in few])
     assert torch.allclose(small.edited, whole, atol=1e-5)
 
@@ -114,6 +115,10 @@ def test_prompts_of_two_lengths_are_measured_as_each_alone() -> None:
         assert torch.allclose(found.edited[:, i], alone.edited[:, 0], atol=1e-5)
         draws = (of.controls["L0H0", "random heads"] for of in (found, alone))
         assert torch.allclose(next(draws)[:, i], next(draws)[:, 0], atol=1e-5)
+    # copies are told apart by no state: with one counterfactual alone
+    interventions.effects(model(), IDS[[0, 0]], edits, counterfactual=OTHER[[1, 1]])
+    with pytest.raises(tlg.GeometryError, match="counterfactuals"):
+        interventions.effects(model(), IDS[[0, 0]], edits, counterfactual=OTHER[:2])
 
 
 def test_intervals_and_p_by_hand() -> None:

@@ -13,7 +13,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from tl_geometry.base.checks import describe, holds_integers, index, whole
-from tl_geometry.base.errors import choice, require
+from tl_geometry.base.errors import require
 from tl_geometry.base.html import plain
 from tl_geometry.base.results import hash_tokens
 
@@ -92,7 +92,10 @@ class TokenWindows:
         (2, 4)
         """
         if isinstance(value, str):
-            return self.positions[choice(value, tuple(self.positions), "position")]
+            known, instead = value in self.positions, "a number, or a name of one place in all rows"
+            expected = f"one of {', '.join(self.positions) or 'no names'}"
+            require(known, "position", expected=expected, got=repr(value), instead=instead)
+            return self.positions[value]
         number = whole(value)
         from_end = number is not None and number < 0
         return index(self.length + value if from_end else value, self.length, "position")

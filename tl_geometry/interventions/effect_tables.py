@@ -168,20 +168,16 @@ class Run:
     ) -> dict[Any, Float[Tensor, "... context"]]:
         """The metric of the clean run (:data:`CLEAN`), under each edit by its name, and under all
         draws of its controls by (edit, control)."""
-        done: dict[Any, Tensor] = {}
-
-        def once(key: Any, edit: Callable[[], Edit | None]) -> Tensor:
-            if key not in done:  # edits with the same options share their draws
-                done[key] = self.one(edit())
-                bar.update(1)
-            return done[key]
-
-        found: dict[Any, Tensor] = {CLEAN: once(CLEAN, lambda: None)}
-        for name, edit in edits.items():
-            found[name] = once(name, lambda edit=edit: edit)
+        found, done = dict[Any, Tensor](), dict[Any, Tensor]()
+        for name, edit in {CLEAN: None, **edits}.items():
+            found[name] = self.one(edit)
+            bar.update(1)
         for key, draws in drawn.items():
-            of = [once(d.key, lambda d=d: d.make().given(self.known)) for d in draws]
-            found[key] = torch.stack(of)
+            for draw in draws:
+                if draw.key not in done:  # edits with the same options share their draws
+                    done[draw.key] = self.one(draw.make().given(self.known))
+                bar.update(1)
+            found[key] = torch.stack([done[draw.key] for draw in draws])
         return found
 
 
@@ -231,8 +227,8 @@ def effects(
         metric: the next-token ``"loss"`` (nats, mean over the prompt), the ``"difference"`` of the
             logits of ``answer`` and ``other`` at ``position``, or a function of logits
             ``[batch position d_vocab]`` that gives a number for each prompt.
-        answer, other: tokens, as ids or texts of one token, one for all prompts or one for each;
-            ``answer`` may be a pair, or a list of pairs.
+        answer, other: tokens of the ``"difference"``, as ids or texts of one token, one for all
+            prompts or one for each; ``answer`` may be a pair, or a list of pairs.
         control: ``"shrink"`` (the same share of the scores' covariance, from all terms evenly),
             ``"terms"`` (every other term), ``"heads"``, ``"planes"``, ``"directions"`` or
             ``"writers"`` (``draws`` random ones), one or several. An edit gets those that it has; a
@@ -253,6 +249,13 @@ def effects(
     view = as_view(model)
     seed, chosen = check_seed(seed, "seed"), _checked(view, edits)
     options = {"counterfactuals": counterfactual, "answers": answer, "others": other}
+    reads_none = callable(metric) or metric == "loss"
+    ignored = reads_none and (answer is not None or other is not None)
+    expected, got = (
+        'metric="difference" beside it',
+        metric if isinstance(metric, str) else "another",
+    )
+    require(not ignored, "answer", expected=expected, got=got)
     asked = as_prompts(view, prompts, **options, prepend_bos=prepend_bos)
     asked = replace(asked, rows=torch.arange(len(asked)))
     controls = [control] if isinstance(control, str) else list(control or ())

@@ -86,7 +86,16 @@ class Known:
 
     def hook(self, into: dict[str, Tensor]) -> NamedHook:
         """A hook that notes which of the prompts the rows of a pass are, by their first state, as
-        ``into["rows"]``; a pass over other tokens is refused."""
+        ``into["rows"]``; a pass over other tokens is refused, and so are copies of a prompt that
+        have different counterfactuals, which no state tells apart."""
+        if self.counterfactual is not None:
+            pairs = torch.cat([self.rows.tokens, self.counterfactual], 1)
+            prompts, pairs = (len(ids.unique(dim=0)) for ids in (self.rows.tokens, pairs))
+            got, instead = f"{pairs} for {prompts} different prompts", "a call for each"
+            expected = "one for each prompt, the same for its copies"
+            require(
+                pairs == prompts, "counterfactuals", expected=expected, got=got, instead=instead
+            )
         name = self.view.state_hooks[0]
         first = self.activation(name, "prompts")
         size = float(first.abs().max())

@@ -164,7 +164,7 @@ GROUPS = (
         call=measured,
         right={
             "of a difference": {},
-            "of the loss": {"metric": "loss"},
+            "of the loss": {"metric": "loss", "answer": None, "other": None},
             "one prompt": {"prompts": lambda s: s.ids[:1], "answer": 5, "by": "zero"},
             "pairs": {"answer": [(5, 9), (7, 9)], "other": None},
         },
@@ -173,6 +173,7 @@ GROUPS = (
             "tokens beyond the vocabulary": ({"answer": 10**6}, "token|answer"),
             "tokens of three prompts": ({"answer": [5, 6, 7]}, "answer"),
             "no tokens": ({"answer": None}, "answer"),
+            "tokens beside the loss": ({"metric": "loss"}, "answer"),
             "the mean of one prompt": ({"prompts": lambda s: s.ids[:1], "answer": 5}, "prompts"),
             "a metric of no name": ({"metric": "accuracy"}, "metric"),
             "a control of no name": ({"control": "neurons"}, "control"),
