@@ -92,7 +92,7 @@ def main() -> int:
     given = parser.parse_args()
     chosen = draw(given.sample, given.seed, given.package)
     drawn = f"{given.package or 'all'}-{given.sample}-{given.seed}"
-    names = test_files(given.files or ["tests"])
+    names = files_of_tests(given.files or ["tests"])
     covered = map_of(names, given.map or Path(f"mutation-map-{commit()}.json"), given.workers)
     results = given.results or Path(f"mutation-{drawn}{'-some' if given.files else ''}.jsonl")
     verdicts = run(chosen[: given.first], covered, results, given.limit, given.workers)
@@ -103,7 +103,7 @@ def main() -> int:
     return int(not reached(verdicts))
 
 
-def test_files(named: Sequence[str]) -> list[str]:
+def files_of_tests(named: Sequence[str]) -> list[str]:
     """The test files of these names, and all those inside of folders."""
     paths = [ROOT / name for name in named]
     found = {file for p in paths for file in ([p] if p.is_file() else p.glob("**/test_*.py"))}
