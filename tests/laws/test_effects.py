@@ -82,7 +82,8 @@ def test_a_metric_under_edits_is_that_of_passes_inside_them(metric: str) -> None
     by_hand = {"loss": losses, "difference": differences, "own": norms}[metric]
     asked: Any = {"own": norms}.get(metric, metric)
     edits = some_edits()
-    more = PAIRS | ({"answer": RIGHT, "other": WRONG} if metric == "difference" else {})
+    more: dict[str, Any] = {"answer": RIGHT, "other": WRONG} if metric == "difference" else {}
+    more |= PAIRS
     together = tlg.interventions.effects(model(), IDS, edits, metric=asked, **more)
     assert together.edits == tuple(edits)
     assert torch.allclose(together.clean, by_hand(logits()).double(), atol=1e-5)
