@@ -19,7 +19,7 @@ from tl_geometry.base.checks import count, describe, finite
 from tl_geometry.base.errors import require
 from tl_geometry.circuits.arithmetic import Live
 from tl_geometry.circuits.edge_layout import EdgeLayout
-from tl_geometry.circuits.runner import BlockRun, Runner, States
+from tl_geometry.circuits.runner import BlockRun, Runner, States, stream_at
 from tl_geometry.corpus.prompt_sets import Prompts
 from tl_geometry.models.batches import batch_of
 from tl_geometry.models.model_view import ModelView
@@ -91,8 +91,8 @@ def pairs_of(view: ModelView, prompts: Prompts, metric: UserMetric | None) -> Pr
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Pairs of one length, the runner for that length, and what is measured; ``places`` is where
-    logits are needed."""
+    """Pairs of one length, the runner for that length, and what is measured; ``place`` is where
+    logits are needed: at the last position, or at all for a metric of one's own (``None``)."""
 
     runner: Runner
     layout: EdgeLayout
@@ -100,9 +100,9 @@ class Batch:
     metric: UserMetric | None
 
     @property
-    def places(self) -> slice:
+    def place(self) -> int | None:
         """Where logits are needed."""
-        return slice(-1, None) if self.metric is None else slice(None)
+        return -1 if self.metric is None else None
 
     def measured(self, logits: Float[Tensor, "batch position d_vocab"]) -> Float[Tensor, " batch"]:
         """The metric of each pair from its logits."""
@@ -125,7 +125,7 @@ class Batch:
 
     def read(self, last: Float[Tensor, "batch position d_model"], arithmetic: Live) -> Tensor:
         """Logits of last states, where they are needed."""
-        return self.runner.logits(last[:, self.places], arithmetic)
+        return self.runner.logits(stream_at(last, self.place), arithmetic)
 
     @torch.no_grad()
     def both_runs(
@@ -143,7 +143,7 @@ class Batch:
 
         tokens = torch.cat([self.pairs.tokens, self.pairs.counterfactuals])
         run = self.runner.verified
-        states = run(tokens, arithmetic, positions=self.places, on_block=on_block)
+        states = run(tokens, arithmetic, position=self.place, on_block=on_block)
         writes[0] = pick(states.streams[0]).unsqueeze(1)
         values = [self.measured(logits) for logits in states.logits.chunk(2)]
         return states, torch.cat(writes, 1), values

@@ -79,9 +79,11 @@ class BlockRun:
     def pull(self, entered: Stream, adjoint: Stream, *, patterns: bool = True) -> Stream:
         """dT/d(stream that entered the block) from dT/d(that behind it), in a walk back; without
         ``patterns`` through values alone."""
-        reads = [self.attention.reads[which] for which in ("qkv" if patterns else "v")]
-        tracked: dict[str, Any] = {which: self.attention.sides[which].raw for which in "qkv"}
-        tracked |= {"scores": self.attention.scores, "z": self.attention.z, "heads": self.heads}
+        seen, kinds = self.attention, "qkv" if patterns else "v"
+        reads: list[Tensor] = [seen.reads[which] for which in kinds]
+        tracked: dict[str, Any] = {which: seen.sides[which].raw for which in kinds}
+        tracked |= {"scores": seen.scores} if patterns else {}
+        tracked |= {"z": seen.z, "heads": self.heads}
         tracked |= {} if self.mlp is None else {"mlp": self.mlp, "mlp read": self.mlp_read}
         wanted = [entered, *reads, *tracked.values()]
         options = {"allow_unused": True, "retain_graph": True}
@@ -249,6 +251,11 @@ def mix(pattern: Tensor, v: Tensor) -> Heads:
     return einsum(pattern, v, "b h i j, b j h e -> b i h e")
 
 
+def stream_at(stream: Stream, position: int | None) -> Float[Tensor, "batch some d_model"]:
+    """The stream at one position, or all of it."""
+    return stream if position is None else stream[:, [position]]
+
+
 class States(NamedTuple):
     """A run: the input of every block and the last state, and the logits at some positions; of a
     verified one also the model's own embeddings, by hook."""
@@ -300,24 +307,25 @@ class Runner:
         tokens: Int[Tensor, "batch position"],
         arithmetic: Callable[[], Live] = Live,
         *,
-        positions: slice = slice(None),
+        position: int | None = None,
         on_block: OnBlock | None = None,
     ) -> States:
-        """The model's own pass over ``tokens`` and one by blocks, without gradients; their logits
-        are compared. Between two runs ``tokens`` are the prompts, then their counterfactuals."""
+        """The model's own pass over ``tokens`` and one by blocks, without gradients; their logits,
+        at one ``position`` if it is given, are compared. Between two runs ``tokens`` are the
+        prompts, then their counterfactuals."""
         embedded: dict[str, Tensor] = {}
         hook, writing = self.view.state_hooks[0], writing_of(self.view)
         hooks = {name: keep(embedded, name) for name in (hook, *dict(writing.embeddings).values())}
-        logits = self.view.logits(tokens, hooks)[:, positions]
-        run = self.run(embedded[hook].to(self.blocks[0].layer.h), arithmetic, positions, on_block)
-        self.require_model_logits(logits, run.streams[-1][:, positions], run.logits)
+        logits = self.view.logits(tokens, hooks, position)
+        run = self.run(embedded[hook].to(self.blocks[0].layer.h), arithmetic, position, on_block)
+        self.require_model_logits(logits, stream_at(run.streams[-1], position), run.logits)
         return run._replace(embedded=embedded)
 
     def run(
         self,
         first: Stream,
         arithmetic: Callable[[], Live] = Live,
-        positions: slice = slice(None),
+        position: int | None = None,
         on_block: OnBlock | None = None,
     ) -> States:
         """One pass by blocks from the first state."""
@@ -327,7 +335,7 @@ class Runner:
             streams.append(stream.total)
             if on_block is not None:
                 on_block(ran)
-        logits = self.logits(stream.total[:, positions], arithmetic())
+        logits = self.logits(stream_at(stream.total, position), arithmetic())
         return States(tuple(streams), logits, {})
 
     def logits(self, last: Stream, arithmetic: Live) -> Float[Tensor, "batch position d_vocab"]:

@@ -42,6 +42,7 @@ from tl_geometry.circuits.prompt_pairs import (
     pairs_of,
     share_of,
 )
+from tl_geometry.circuits.runner import stream_at
 from tl_geometry.circuits.streams import Stream
 from tl_geometry.corpus.prompt_sets import as_prompts
 from tl_geometry.models.model_like import ModelLike
@@ -215,7 +216,7 @@ def _gradients(batch: Batch, midpoints: Sequence[float]) -> Scored:
     total, run = torch.zeros(()), batch.runner.run
     for a in midpoints:
         # the clean first state, moved towards the counterfactual's
-        streams = clean if a == 1.0 else run(clean[0] - (1 - a) * change[:, 0]).streams
+        streams = clean if a == 1.0 else run(clean[0] - (1 - a) * change[:, 0], position=-1).streams
         with torch.enable_grad():
             last = streams[-1].detach().requires_grad_()
             adjoint = batch.slope(batch.read(last, Live()), last)
@@ -239,7 +240,7 @@ def _contrast(batch: Batch) -> Scored:
     scores, first = _contracted(batch, states.streams, adjoint, Between, change)
     total = (change[:, 0].double() * first[: len(change)].double()).sum((1, 2))
     # each run's logits round by their own size, which is that of the normed state times W_U
-    normed = runner.head.norm.apply(states.streams[-1][:, batch.places])
+    normed = runner.head.norm.apply(stream_at(states.streams[-1], batch.place))
     size = float((normed.abs() @ runner.head.W_U.to(normed).abs()).max())
     size += float(scores.abs().sum((1, 2)).max())
     bound = len(runner.blocks) * reconstruction_bound(runner.roundoff, size)

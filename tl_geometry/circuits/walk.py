@@ -99,7 +99,7 @@ class Walk:
                 mlp_spec(view, layer)  # refuses a mixture of experts by name
         runner = Runner.of(view, tokens)
         arithmetic = Between if between else Frozen
-        states = runner.verified(tokens, arithmetic, positions=slice(at, at + 1))
+        states = runner.verified(tokens, arithmetic, position=at)
         head, last = runner.head, states.streams[-1][:, [at]]
         signs = torch.tensor([1.0, -1.0], device=last.device).to(last)[: len(ids)]
         readout = head.W_U[:, list(ids)].to(last) @ signs
