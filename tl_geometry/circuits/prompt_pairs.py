@@ -92,7 +92,7 @@ def pairs_of(view: ModelView, prompts: Prompts, metric: UserMetric | None) -> Pr
 @dataclass(frozen=True, eq=False)
 class Batch:
     """Pairs of one length, the runner for that length, and what is measured; ``place`` is where
-    logits are needed: at the last position, or at all for a metric of one's own (``None``)."""
+    logits are needed: at the last position, or everywhere (``None``) for a metric of one's own."""
 
     runner: Runner
     layout: EdgeLayout

@@ -78,7 +78,7 @@ class BlockRun:
 
     def pull(self, entered: Stream, adjoint: Stream, *, patterns: bool = True) -> Stream:
         """dT/d(stream that entered the block) from dT/d(that behind it), in a walk back; without
-        ``patterns`` through values alone."""
+        ``patterns`` through values alone (``grads`` has no queries, keys and scores then)."""
         seen, kinds = self.attention, "qkv" if patterns else "v"
         reads: list[Tensor] = [seen.reads[which] for which in kinds]
         tracked: dict[str, Any] = {which: seen.sides[which].raw for which in kinds}

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from jaxtyping import Int
@@ -30,13 +31,14 @@ class Batch(NamedTuple):
         return {"sample": (self.row, verify or (lambda *_: None))}
 
 
-def cuts(contexts: int, size: int) -> list[slice]:
-    """Batches of at most ``size`` contexts.
+def cuts(contexts: int, size: int, borders: Sequence[int] = ()) -> list[slice]:
+    """Batches of at most ``size`` contexts; each ends where a group does.
 
-    >>> cuts(5, 2)
-    [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
+    >>> cuts(5, 2, borders=(3,))
+    [slice(0, 2, None), slice(2, 3, None), slice(3, 5, None)]
     """
-    return [slice(i, min(i + size, contexts)) for i in range(0, contexts, size)]
+    groups = pairwise([0, *borders, contexts])
+    return [slice(i, min(i + size, end)) for start, end in groups for i in range(start, end, size)]
 
 
 def batches(

@@ -3,17 +3,16 @@
 :class:`Accumulation`, which takes in one state of one batch after another, in one or several
 processes, and gives the basis of all.
 
-A batch may hold contexts of several groups: a pass over few contexts costs more for each. With
-several processes each takes every n-th batch; at the end their sums are added up, once.
+Batches are cut at the borders of groups, so that each belongs to one group. With several processes
+each takes every n-th batch; at the end their sums are added up, once.
 """
 
 from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Any, SupportsIndex, TypeVar
 
 import torch
@@ -79,7 +78,7 @@ def decompose(
         window: half-open positions of the statistics; by default ``(1, T)``, because position 0 is
             an attention sink (its sums are kept all the same).
         batch_size: contexts of one forward pass; by default about 4,096 tokens on a CPU, 16,384 on
-            a GPU.
+            a GPU, and never more than a group.
         normalize: take the sums of ``norm(h)`` without gain and bias, which the next block reads
             (the output head for the last state). Then no token weighs more than another. States
             that are read without a norm stay as they are (a flag says which).
@@ -260,7 +259,7 @@ class Accumulation:
         self.borders, remarks = group_borders(self.contexts, options["groups"], labels)
         self.flags, count = list(remarks), len(states)
         batch = batch_of(options["batch_size"], length, device)
-        self.cut = cuts(self.contexts, batch)[self.rank :: self.size]
+        self.cut = cuts(self.contexts, batch, self.borders)[self.rank :: self.size]
         # MPS has no float64, so the sums live on the CPU
         there = "cpu" if device.type == "mps" else device
         order = torch.randperm(self.contexts, generator=seeded(options["seed"]))
@@ -283,21 +282,12 @@ class Accumulation:
             return False
         return bool(wanted)
 
-    def _groups(self, at: slice) -> Iterator[tuple[int, slice]]:
-        """The groups that some contexts lie in, and which of them each holds."""
-        inside = {border for border in self.borders if at.start < border < at.stop}
-        for start, stop in pairwise(sorted({at.start, *inside, at.stop})):
-            yield bisect.bisect_right(self.borders, start), slice(start, stop)
+    def _group(self, at: slice) -> int:
+        return bisect.bisect_right(self.borders, at.start)
 
     def add(self, row: int, at: slice, h: Float[Tensor, "batch position d_model"]) -> None:
         """Take in one state (``row``) of the contexts ``at``."""
-        for group, some in self._groups(at):
-            self._add(row, group, some, h[some.start - at.start : some.stop - at.start])
-
-    def _add(
-        self, row: int, group: int, at: slice, h: Float[Tensor, "batch position d_model"]
-    ) -> None:
-        means, norms = self.moments.add(row, group, h)
+        means, norms = self.moments.add(row, self._group(at), h)
         self.finite[row] &= torch.isfinite(norms).all()
         if self.means.numel():
             self.means[row, at] = means
@@ -309,8 +299,7 @@ class Accumulation:
 
     def close(self, at: slice) -> None:
         """Count a batch of which every state was added, and refuse it if any is not finite."""
-        for group, some in self._groups(at):
-            self.moments.counts[group] += some.stop - some.start
+        self.moments.counts[self._group(at)] += at.stop - at.start
         # one look for all states: it waits for a GPU
         bad = [s for s, fine in zip(self.states, self.finite.tolist()) if not fine]
         got = f"NaN or infinite in states {bad}, contexts {at.start} to {at.stop - 1}"

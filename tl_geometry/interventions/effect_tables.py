@@ -251,10 +251,7 @@ def effects(
     options = {"counterfactuals": counterfactual, "answers": answer, "others": other}
     reads_none = callable(metric) or metric == "loss"
     ignored = reads_none and (answer is not None or other is not None)
-    expected, got = (
-        'metric="difference" beside it',
-        metric if isinstance(metric, str) else "another",
-    )
+    expected, got = 'metric="difference" beside it', "the loss, or a function, that reads no answer"
     require(not ignored, "answer", expected=expected, got=got)
     asked = as_prompts(view, prompts, **options, prepend_bos=prepend_bos)
     asked = replace(asked, rows=torch.arange(len(asked)))
