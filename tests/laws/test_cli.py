@@ -70,7 +70,9 @@ def test_mistakes_are_found_before_torch_is_loaded(tmp_path: Path) -> None:
     lines = (
         "--help, fit --help, fit --contexts -5, fit --out basis.npz, fit --shard 3/2, nonsense, "
         "report --corpus absent.txt, report --out full, report --sections bodies, report full, "
-        "check --dtype int8, trace a --answer c --keep nan, trace a --answer c --out full"
+        "check --dtype int8, trace a --answer c --keep nan, trace a --answer c --out full, "
+        "trace a b c --answer d, trace a b --answer c --dtype int8, trace a --answer c --mlp no, "
+        "trace a --answer c --basis absent, fit --dtype int8, fit --length 1, report --dtype int8"
     )
     wrong = [line.split() for line in lines.split(", ")]
     code = f"""

@@ -6,11 +6,8 @@ A row of :data:`tests.lib.subjects.views.VIEWS` names a result and how it is dra
 
 from __future__ import annotations
 
-import base64
 import dataclasses
-import json
 import re
-import zlib
 from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
@@ -20,7 +17,7 @@ import pytest
 import torch
 
 from tests.lib.subjects import called
-from tests.lib.subjects.views import ROWS, VIEWS
+from tests.lib.subjects.views import ROWS, VIEWS, data_of, drawn, inside
 from tests.lib.worlds import world
 from tests.tables.answers import HOSTILE, Cells, asked
 from tl_geometry import Table
@@ -31,8 +28,6 @@ W = "llama"
 LARGEST = 5_000_000
 NO_SCRIPT = frozenset({"http://www.w3.org/2000/svg"})
 """Addresses that are names and are never fetched."""
-SCALES = {"limit", "limits", "units", "minValue", "maxValue"}
-"""Numbers of a page's data that its script needs for scales."""
 CELL = HOSTILE.replace("\ud800", "")
 """What a table can hold: pandas refuses halves of surrogate pairs."""
 each_view = pytest.mark.parametrize("name", VIEWS)
@@ -110,58 +105,6 @@ def missing(values: Any, among: np.ndarray, digits: float) -> list[float]:
     return values[near > 1e-7 + digits * abs(values)].tolist()
 
 
-def drawn(view: Any) -> Iterator[tuple[str, Any]]:
-    """The numbers of a figure: of lines, error bars, points, bars and images, not of scales."""
-    for axis in view.figure.axes:
-        if axis.get_label() == "<colorbar>":
-            continue
-        guides = (axis.get_xaxis_transform(), axis.get_yaxis_transform())
-        for line in axis.lines:
-            if line.get_transform() not in guides and line.get_marker() != "|":
-                # lines in three dimensions give what was projected last
-                data = line.get_data_3d() if hasattr(line, "get_data_3d") else line.get_data()
-                yield "line", np.stack([np.asarray(each, float) for each in data])
-        for image in axis.images:
-            yield "image", np.ma.filled(np.ma.asarray(image.get_array(), float), np.nan)
-        for each in axis.collections:
-            if hasattr(each, "get_segments"):
-                yield from (("segment", segment) for segment in each.get_segments())
-            elif len(each.get_offsets()) > 1 and axis.name != "3d":
-                yield "points", np.asarray(each.get_offsets(), float)
-        bars = [p for p in axis.patches if hasattr(p, "get_height")]
-        sizes = np.array([(bar.get_width(), bar.get_height()) for bar in bars])
-        # the thickness of bars is the same for all, and no number
-        if len(bars) > 1:
-            yield "bars", sizes[:, np.ptp(sizes, axis=0) > 1e-6]
-
-
-def inside(value: Any) -> Iterator[Any]:
-    """The numbers of a page's data, packed ones too; not what a list of edges leaves out."""
-    if isinstance(value, Mapping):
-        if "packed" in value:
-            raw = zlib.decompress(base64.b64decode(value["packed"]))
-            cells = np.frombuffer(raw, np.float16).astype(float).reshape(value["shape"])
-            yield cells * np.asarray(value["units"])[..., None, None]
-        if "source" in value and "value" in value:
-            pairs = zip(value["source"], value["value"], strict=True)
-            value = {"value": [weight for source, weight in pairs if source >= 0]}
-        for key, each in value.items():
-            if key not in SCALES and key not in ("library", "packed"):
-                yield from inside(each)
-    elif isinstance(value, list):
-        yield from (each for item in value for each in inside(item))
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        yield value
-
-
-def data_of(page: str) -> Any:
-    """The data of a page, as its script reads it."""
-    text = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)
-    assert text
-    assert not re.search("[<>&]", text[1])  # nothing could end the element, or begin another
-    return json.loads(text[1])
-
-
 @each_view
 def test_numbers_are_those_of_the_result(name: str) -> None:
     view, row = shown(name)[1], VIEWS[name]
@@ -169,7 +112,7 @@ def test_numbers_are_those_of_the_result(name: str) -> None:
         found = [(name, each) for each in inside(data_of(pages(name)[0]))]
         digits = 1e-3  # pages hold rounded numbers
     else:
-        found, digits = list(drawn(view)), 1e-4
+        found, digits = list(drawn(view.figure)), 1e-4
     if row.why:
         return
     assert sum(np.asarray(each).size for _, each in found) >= 5
@@ -184,7 +127,9 @@ def test_a_number_that_is_not_in_the_result_is_found() -> None:
     (planted,) = axis.plot([1, 2], [0.123456, 0.654321])
     try:
         wrong = [
-            x for _, each in drawn(view) for x in missing(each, known("baseline_figure"), 1e-5)
+            x
+            for _, each in drawn(view.figure)
+            for x in missing(each, known("baseline_figure"), 1e-5)
         ]
     finally:
         planted.remove()

@@ -54,9 +54,11 @@ def windows(
     prepend_bos: bool | None = None,
     labels: Sequence[int] | Sequence[str] | None = None,
     seed: int = 0,
-    corpus: str = "text",
+    corpus: str | None = None,
 ) -> TokenWindows:
     """Cut texts into windows of ``length`` tokens, non-overlapping and each used once.
+
+    ``corpus`` names the source in every result, by default the names of files, or "text".
 
     ``texts`` is a text, the ``pathlib.Path`` of a text file in UTF-8, or several of these (a column
     of a data set). Each is cut from its beginning; a rest shorter than a window is left out. With
@@ -107,10 +109,18 @@ def windows(
         has_bos=begins_with_bos(rows, view.bos_id),
         labels=of if label_of is None else label_of[of],
         label_names=names,
-        corpus=corpus,
+        corpus=corpus or _name(documents),
         str_tokens=tuple(view.decode(rows[0].tolist())),
         notes=notes,
     )
+
+
+def _name(documents: Sequence[str | Path]) -> str:
+    """What a corpus is called: its files, or "text"."""
+    names = [document.name for document in documents if isinstance(document, Path)]
+    if len(names) < len(documents):
+        return "text"
+    return ", ".join(names) if len(names) < 4 else f"{len(names)} files ({names[0]}, ...)"
 
 
 def _read(document: str | Path, start: int = 0, stop: int | None = None) -> str:

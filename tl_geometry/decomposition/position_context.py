@@ -229,7 +229,7 @@ class PositionContext(Guarded, Result):
         massive = {s: sinks for s in self.states if (sinks := self.sinks(s)).remark}
         if massive:
             worst = max(massive, key=lambda state: massive[state].share)
-            remark = f"in state {worst} {massive[worst].remark}"
+            remark = f"in state {worst}, {massive[worst].remark}"
             flags.append(f"in states {spans(list(massive))} few tokens hold much: {remark}")
         return tuple(flags)
 

@@ -42,7 +42,8 @@ from tl_geometry.models.next_token import output_batch, require_output
 from tl_geometry.models.output_head import next_token_losses
 from tl_geometry.models.reader import as_view
 
-METRICS = ("loss", "difference")
+UNITS = {"loss": " nats", "difference": ""}
+"""Metrics by name, and the unit that a sentence gives them."""
 CLEAN = None
 """The key of what was measured without an edit."""
 NAMED = 3
@@ -113,20 +114,23 @@ class Effects(Guarded, Table):
     def sentence(self, edit: str) -> str:
         """One edit in words: its change, and by how much it goes beyond each control, or beyond the
         nearest of many."""
-        few = len(self.clean) < FEWEST
+        few, unit = len(self.clean) < FEWEST, UNITS.get(self.metric, "")
 
         def said(x: Interval) -> str:
             value, low, high = (f"{float(v):+.3g}".replace("-", "−") for v in x[:3])
             return value if few else f"{value} (95% interval {low} to {high})"
 
-        text = f"{edit} changes the {self.metric} by {said(self.change(edit))}"
+        over = f"over {len(self.clean)} prompt{'s' * (len(self.clean) > 1)}"
+        text = f"{edit} changes the {self.metric} by {said(self.change(edit))}{unit} {over}"
         text += "; too few prompts for an interval" if few else ""
         names = self.controls_of(edit)
         if names:
             verdict = "more than its controls" if self.beyond(edit) else "not beyond its controls"
             near = sorted(names, key=lambda name: abs(float(self.excess(edit, name).value)))
             near = names if len(names) <= NAMED else near[:NAMED]
-            beside = ", ".join(f"{said(self.excess(edit, n))} beyond {n}" for n in near)
+            draws = {n: len(vars(self)["controls"][edit, n]) for n in near}
+            drawn = {n: f" ({count} draws)" if count > 1 else "" for n, count in draws.items()}
+            beside = ", ".join(f"{said(self.excess(edit, n))} beyond {n}{drawn[n]}" for n in near)
             beside += f" (the nearest of {len(names)})" if near is not names else ""
             text += f"; {beside}" if few else f", {verdict}: {beside}"
         return f"{text}."
@@ -330,7 +334,7 @@ def _metric(
             return measured(logits, metric).detach()
 
         return Metric(getattr(metric, "__name__", "metric"), None, own)
-    name = checks.choice(str(metric), METRICS, "metric")
+    name = checks.choice(str(metric), tuple(UNITS), "metric")
     require_output(view, "effects")
     if name == "loss":
         require(rows.length > 1, "prompts", expected="2 tokens or more", got=rows.length)

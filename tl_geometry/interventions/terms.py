@@ -252,7 +252,8 @@ def planes(
             ``"near"``, ``"middle"`` and ``"far"`` for the length of the running prompts, ``"pass"``
             for coordinates that are not rotated.
         how: ``"remove"``, ``"keep"`` (with ALiBi), or ``"swap"`` by another prompt's.
-        draw: a seed: as many planes, drawn at random for each head, in their place.
+        draw: a seed: as many other planes, drawn at random for each head, in their place (with
+            half of all planes or more, of all, but never exactly these).
 
     Raises ``GeometryError`` during a pass where no head has the planes; else as :func:`term`.
 
@@ -280,7 +281,7 @@ def planes(
 def plane_coordinates(
     run: RunningHeads, names: PlanesLike, draw: int | None
 ) -> Bool[Tensor, "head d_head"]:
-    """The coordinates of the chosen planes of the running heads, or of as many random ones."""
+    """The coordinates of the chosen planes of the running heads, or of as many random others."""
     layer, rotary = run.layer, run.layer.planes()
     of_heads = HeadPlanes.of([rotary] * len(run.heads), layer.h.shape[1])
     chosen = of_heads.chosen(names)
@@ -301,13 +302,14 @@ def random_planes(
     layer: int = 0,
     head: int = 0,
 ) -> Bool[Tensor, " plane"]:
-    """As many planes as are chosen, drawn from all that are rotated; never exactly the chosen ones,
-    which would be no control.
+    """As many planes as are chosen, drawn from the others that are rotated: one that holds a chosen
+    plane repeats the edit. Where the others are too few to draw from, from all, but never exactly
+    the chosen ones.
 
-    >>> chosen = torch.tensor([True, True, False, False, False])
-    >>> theta = torch.tensor([1.0, 0.1, 0.01, 0.001, 0.0])
+    >>> chosen = torch.tensor([True, True, False, False, False, False])
+    >>> theta = torch.tensor([1.0, 0.1, 0.01, 0.001, 1e-4, 0.0])
     >>> drawn = random_planes(chosen, theta, seed=3)
-    >>> int(drawn.sum()), bool((drawn == chosen).all()), bool(drawn[-1])
+    >>> int(drawn.sum()), bool((drawn & chosen).any()), bool(drawn[-1])
     (2, False, False)
     """
     is_rotated, count = theta.abs() > 0, int(chosen.sum())
@@ -317,8 +319,9 @@ def random_planes(
     require(fits, "planes", expected=expected, got=f"{count} planes")
     # another seed for each layer and head: 1009 is more than a model has of either
     generator = torch.Generator().manual_seed((seed * 1009 + layer) * 1009 + head)
-    drawn = chosen
+    others = rotated[~chosen[rotated]]
+    pool, drawn = (others if len(others) > count else rotated), chosen
     while torch.equal(drawn, chosen):
         drawn = torch.zeros_like(chosen)
-        drawn[rotated[torch.randperm(len(rotated), generator=generator)[:count]]] = True
+        drawn[pool[torch.randperm(len(pool), generator=generator)[:count]]] = True
     return drawn

@@ -64,6 +64,13 @@ DARK = (
     "{.tlg-figure img{filter:invert(.92) hue-rotate(180deg)}}</style>"
 )
 """On a dark page a figure is inverted, and its hues turned back: red stays red."""
+HEAD = (
+    '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+    '<meta name="viewport" content="width=device-width,initial-scale=1">'
+    "<style>:root{color-scheme:light dark;font:15px/1.45 system-ui,sans-serif}"
+    "body{max-width:48em;margin:1em auto;padding:0 1em}</style>"
+)
+"""How the page of a saved figure begins, in the letters of the other pages."""
 
 
 @dataclass(eq=False, repr=False)
@@ -132,8 +139,8 @@ class View:
         known = form in ("html", "png", "svg", "pdf")
         expected = "a name ending in .html, .png, .svg or .pdf"
         require(known, "path", expected=expected, got=str(path))
-        head = f'<!doctype html><meta charset="utf-8"><title>{html.escape(self.title)}</title>'
-        page = f"{head}{self.html()}".encode()
+        title = f"<title>{html.escape(self.title)}</title></head><body>"
+        page = f"{HEAD}{title}{self.html()}</body></html>".encode()
         write_bytes(path, page if form == "html" else self._bytes(form))
         return path
 

@@ -43,8 +43,9 @@ class Terms(Mapping[tuple[str, str], Tensor]):
 
     def pair(self, term: tuple[str, str] | str) -> tuple[str, str]:
         """A term as (query part, key part)."""
-        pair = self._pairs.get(key_of(term)) if isinstance(term, str) else term
-        if pair is None or pair not in self._pairs.values():
+        name = term if isinstance(term, str) else "-".join(map(str, term))
+        pair = self._pairs.get(key_of(name))
+        if pair is None:
             shown = ", ".join([*self._pairs][:16])
             fail("terms", expected=f"one of {shown}", got=repr(term), instead="list(split.terms)")
         return pair

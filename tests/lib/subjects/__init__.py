@@ -18,6 +18,7 @@ from tests.lib.subjects import (
     interventions,
     models,
     papers,
+    report,
     scores,
     views,
 )
@@ -27,7 +28,18 @@ from tests.lib.worlds import World, world
 
 __all__ = ["SUBJECTS", "Answers", "Subject", "answered", "called", "cases"]
 
-_MODULES = (models, decomposition, scores, circuits, interventions, geometry, flow, papers, views)
+_MODULES = (
+    models,
+    decomposition,
+    scores,
+    circuits,
+    interventions,
+    geometry,
+    flow,
+    papers,
+    report,
+    views,
+)
 SUBJECTS: dict[str, Subject] = {s.name: s for module in _MODULES for s in module.SUBJECTS}
 """All rows by name."""
 assert len(SUBJECTS) == sum(len(module.SUBJECTS) for module in _MODULES), "two rows of one name"

@@ -30,7 +30,7 @@ Options = Mapping[str, Any]
 class Subject:
     """One public function, or one use of it.
 
-    ``covers`` are names of version 2 (:mod:`tests.lib.names`), by default its own. ``call(world,
+    ``covers`` are the public names that it is about, by default its own. ``call(world,
     **options)`` gives the library's result, ``answers`` turns it into named quantities.
     ``variants`` are sets of options by name; ``only`` says for which worlds a variant (or ``"*"``,
     all of them) exists, ``real`` which variants run on the real decoder too.
@@ -98,7 +98,7 @@ class Subject:
 
     @property
     def covered(self) -> tuple[str, ...]:
-        """Names of version 2 that it is about."""
+        """Public names that it is about."""
         return self.covers or (self.name,)
 
     @property

@@ -1,27 +1,36 @@
 """The table of views: each with the result that it draws, how it is drawn, and what it computes
 from its result, computed here by another route. :mod:`tests.tables.test_views` has their laws.
 
-Those that are functions of ``render`` are rows of the subject table too: how they look is free, so
-that only their having a title, a caption and something to show is recorded.
+Those that are functions of ``render`` are rows of the subject table too, which records their words,
+styles and numbers. Where a look is changed on purpose, ``python -m tests --accept``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import base64
+import json
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from matplotlib.colors import to_hex, to_rgba_array
 from scipy.fft import dctn
 
 import tl_geometry as tlg
 from tests.lib.subjects.flow import skips
-from tests.lib.subjects.row import Answers, Subject, rotary
+from tests.lib.subjects.row import Answers, Subject, prefixed, rotary
 from tests.lib.worlds import QUIET, World
 from tl_geometry import circuits, interventions, measures, render, sphere
 
 Numbers = Iterable[Any]
+NUMBER = re.compile(r"(?<![\w#])[-+−]?\d[\d.,]*(?:e[-+]?\d+)?")
+STYLE = ("text", "color", "facecolor", "edgecolor", "linestyle", "linewidth", "marker", "fontsize")
+SCALES = {"limit", "limits", "units", "minValue", "maxValue"}
+"""Numbers of a page's data that its script needs for scales."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,12 +194,106 @@ VIEWS = {
 }
 
 
+def drawn(figure: Any) -> Iterator[tuple[str, Any]]:
+    """The numbers of a figure: of lines, error bars, points, bars and images, not of scales."""
+    for axis in figure.axes:
+        if axis.get_label() == "<colorbar>":
+            continue
+        guides = (axis.get_xaxis_transform(), axis.get_yaxis_transform())
+        for line in axis.lines:
+            if line.get_transform() not in guides and line.get_marker() != "|":
+                # lines in three dimensions give what was projected last
+                data = line.get_data_3d() if hasattr(line, "get_data_3d") else line.get_data()
+                yield "line", np.stack([np.asarray(each, float) for each in data])
+        for image in axis.images:
+            yield "image", np.ma.filled(np.ma.asarray(image.get_array(), float), np.nan)
+        for each in axis.collections:
+            if hasattr(each, "get_segments"):
+                yield from (("segment", segment) for segment in each.get_segments())
+            elif len(each.get_offsets()) > 1 and axis.name != "3d":
+                yield "points", np.asarray(each.get_offsets(), float)
+        bars = [p for p in axis.patches if hasattr(p, "get_height")]
+        sizes = np.array([(bar.get_width(), bar.get_height()) for bar in bars])
+        # the thickness of bars is the same for all, and no number
+        if len(bars) > 1:
+            yield "bars", sizes[:, np.ptp(sizes, axis=0) > 1e-6]
+
+
+def inside(value: Any) -> Iterator[Any]:
+    """The numbers of a page's data, packed ones too; not what a list of edges leaves out."""
+    if isinstance(value, Mapping):
+        if "packed" in value:
+            raw = zlib.decompress(base64.b64decode(value["packed"]))
+            cells = np.frombuffer(raw, np.float16).astype(float).reshape(value["shape"])
+            yield cells * np.asarray(value["units"])[..., None, None]
+        if "source" in value and "value" in value:
+            pairs = zip(value["source"], value["value"], strict=True)
+            value = {"value": [weight for source, weight in pairs if source >= 0]}
+        for key, each in value.items():
+            if key not in SCALES and key not in ("library", "packed"):
+                yield from inside(each)
+    elif isinstance(value, list):
+        yield from (each for item in value for each in inside(item))
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield value
+
+
+def data_of(page: str) -> Any:
+    """The data of a page, as its script reads it."""
+    text = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)
+    assert text
+    assert not re.search("[<>&]", text[1])  # nothing could end the element, or begin another
+    return json.loads(text[1])
+
+
+def look(figure: Any) -> Answers:
+    """Styles and texts of a figure, numbers in texts left out, and what :func:`drawn` finds; signs
+    of principal directions are free."""
+    found: dict[str, list[Any]] = {"limits": [[a.get_xlim(), a.get_ylim()] for a in figure.axes]}
+    for kind, values in drawn(figure):
+        if np.size(values):
+            found.setdefault(kind, []).append(np.nan_to_num(values))
+    words = {f"{type(a).__name__} {n}: {styled(a, n)}" for a in figure.findobj() for n in STYLE}
+    sizes = {n: abs(np.concatenate([np.ravel(x) for x in each])) for n, each in found.items()}
+    return {"words": sorted(words), **prefixed("drawn", sizes)}
+
+
+def styled(artist: Any, name: str) -> str:
+    """A property of an artist, if it has one; of many colours only that they are many."""
+    value = getattr(artist, f"get_{name}", str)()
+    if name.endswith("color") and not isinstance(value, str):
+        colours = sorted({to_hex(colour) for colour in to_rgba_array(value)})
+        value = colours if len(colours) < 9 else "many"
+    return NUMBER.sub("#", value) if name == "text" else str(value)
+
+
+def read(page: str) -> Answers:
+    """The texts of a page, numbers in texts left out, and its numbers by name."""
+    words, found = set[str](), dict[str, list[float]]()
+
+    def walk(name: str, value: Any) -> None:
+        if isinstance(value, dict) and "packed" in value:
+            found.setdefault("cells", []).extend(
+                x for each in inside(value) for x in np.ravel(each)
+            )
+        elif isinstance(value, dict | list):
+            pairs = value.items() if isinstance(value, dict) else ((name, each) for each in value)
+            for key, each in pairs:
+                walk(key, each)
+        elif isinstance(value, int | float):
+            found.setdefault(name, []).append(value)
+        elif name != "library":
+            words.add(NUMBER.sub("#", f"{name}: {value}"))
+
+    walk("page", data_of(page))
+    return {"words": sorted(words), **prefixed("page", found)}
+
+
 def said(shown: tuple[Any, Any]) -> Answers:
-    """Whether there is a title, a caption, and a figure or a page (drawn in the table of views)."""
+    """Title and caption, less their numbers, and how the view looks."""
     view = shown[1]
-    page = getattr(view, "page", "") or getattr(view, "figure", "") or view.html()
-    texts = {"title": view.title, "caption": view.caption, "page": page}
-    return {f"has a {name}": str(bool(str(text).strip())) for name, text in texts.items()}
+    texts = {name: NUMBER.sub("#", getattr(view, name)) for name in ("title", "caption")}
+    return texts | (read(view.page) if hasattr(view, "page") else look(view.figure))
 
 
 ALONE = {
@@ -200,7 +303,8 @@ ALONE = {
 """Views that need plotly, or are one of the others."""
 ROWS = {n: s for n, s in (VIEWS | ALONE).items() if hasattr(render, n)}
 WITHOUT = dict.fromkeys(
-    ("again", "order", "loaded", "half"), "only whether it shows something is recorded"
+    ("again", "order", "loaded", "half", "empty"),
+    "drawn in one world, from results that have these laws",
 )
 PLOTLY = {"disturbs:warning filters": "plotly adds filters of warnings when it is imported"}
 SUBJECTS = tuple(
@@ -210,6 +314,7 @@ SUBJECTS = tuple(
         call=lambda w, shown=shown: shown(w),
         answers=said,
         only={"*": rotary} if name == "head_planes" else {},
+        tolerance={"*": (2e-3, "pages hold numbers rounded to three digits")},
         without=WITHOUT | (PLOTLY if name == "bundle_3d" else {}),
     )
     for name, shown in ROWS.items()
