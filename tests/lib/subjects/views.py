@@ -264,7 +264,7 @@ def styled(artist: Any, name: str) -> str:
     if name.endswith("color") and not isinstance(value, str):
         colours = sorted({to_hex(colour) for colour in to_rgba_array(value)})
         value = colours if len(colours) < 9 else "many"
-    return NUMBER.sub("#", value) if name == "text" else str(value)
+    return NUMBER.sub("#", str(value)) if name == "text" else str(value)
 
 
 def read(page: str) -> Answers:
