@@ -118,9 +118,8 @@ def windows(
 def _name(documents: Sequence[str | Path]) -> str:
     """What a corpus is called: its files, or "text"."""
     names = [document.name for document in documents if isinstance(document, Path)]
-    if len(names) < len(documents):
-        return "text"
-    return ", ".join(names) if len(names) < 4 else f"{len(names)} files ({names[0]}, ...)"
+    some = ", ".join(names) if len(names) < 4 else f"{len(names)} files ({names[0]}, ...)"
+    return some if len(names) == len(documents) else "text"
 
 
 def _read(document: str | Path, start: int = 0, stop: int | None = None) -> str:

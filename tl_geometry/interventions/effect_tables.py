@@ -116,12 +116,12 @@ class Effects(Guarded, Table):
         nearest of many."""
         few, unit = len(self.clean) < FEWEST, UNITS.get(self.metric, "")
 
-        def said(x: Interval) -> str:
+        def said(x: Interval, unit: str = "") -> str:
             value, low, high = (f"{float(v):+.3g}".replace("-", "−") for v in x[:3])
-            return value if few else f"{value} (95% interval {low} to {high})"
+            return f"{value}{unit}" if few else f"{value}{unit} (95% interval {low} to {high})"
 
         over = f"over {len(self.clean)} prompt{'s' * (len(self.clean) > 1)}"
-        text = f"{edit} changes the {self.metric} by {said(self.change(edit))}{unit} {over}"
+        text = f"{edit} changes the {self.metric} by {said(self.change(edit), unit)} {over}"
         text += "; too few prompts for an interval" if few else ""
         names = self.controls_of(edit)
         if names:
@@ -129,8 +129,8 @@ class Effects(Guarded, Table):
             near = sorted(names, key=lambda name: abs(float(self.excess(edit, name).value)))
             near = names if len(names) <= NAMED else near[:NAMED]
             draws = {n: len(vars(self)["controls"][edit, n]) for n in near}
-            drawn = {n: f" ({count} draws)" if count > 1 else "" for n, count in draws.items()}
-            beside = ", ".join(f"{said(self.excess(edit, n))} beyond {n}{drawn[n]}" for n in near)
+            of = {n: f"{n} ({draws[n]} draws)" if draws[n] > 1 else n for n in near}
+            beside = ", ".join(f"{said(self.excess(edit, n))} beyond {of[n]}" for n in near)
             beside += f" (the nearest of {len(names)})" if near is not names else ""
             text += f"; {beside}" if few else f", {verdict}: {beside}"
         return f"{text}."

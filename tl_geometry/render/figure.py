@@ -65,9 +65,8 @@ DARK = (
 )
 """On a dark page a figure is inverted, and its hues turned back: red stays red."""
 HEAD = (
-    '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-    '<meta name="viewport" content="width=device-width,initial-scale=1">'
-    "<style>:root{color-scheme:light dark;font:15px/1.45 system-ui,sans-serif}"
+    '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width='
+    'device-width"><style>:root{color-scheme:light dark;font:15px/1.45 system-ui,sans-serif}'
     "body{max-width:48em;margin:1em auto;padding:0 1em}</style>"
 )
 """How the page of a saved figure begins, in the letters of the other pages."""
@@ -139,8 +138,7 @@ class View:
         known = form in ("html", "png", "svg", "pdf")
         expected = "a name ending in .html, .png, .svg or .pdf"
         require(known, "path", expected=expected, got=str(path))
-        title = f"<title>{html.escape(self.title)}</title></head><body>"
-        page = f"{HEAD}{title}{self.html()}</body></html>".encode()
+        page = f"{HEAD}<title>{html.escape(self.title)}</title>{self.html()}".encode()
         write_bytes(path, page if form == "html" else self._bytes(form))
         return path
 

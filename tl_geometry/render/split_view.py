@@ -189,6 +189,8 @@ def _caption(
     said += "the pattern."
     if {term for terms in panels.values() for term in terms} == set(split.terms):
         said += " The panels add up to the total."
+    if CONSTANTS in panels:
+        said += " Tables count the constants as position."
     what, error, bound = split.reconstruction.nearest or ("", None, None)
     if error is not None:
         said += f" Reconstruction error {error:.1e} ({what}; allowed {bound:.1e})."

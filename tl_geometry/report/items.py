@@ -36,6 +36,8 @@ LOOKS = {
 }
 """Types of heads that are searched for, and where heads of any type look on repeated random
 tokens."""
+DRAWN = 0.5
+"""Seconds to draw and write an item."""
 TOKENS = 16
 """Most tokens whose paths on the sphere are drawn, and that the example repeats."""
 
@@ -62,8 +64,8 @@ class Item:
     """A table, its figures, and questions to the table.
 
     ``compute`` gives the result, ``frame`` its table (``key.csv``), ``figures`` views of it.
-    ``price`` is how many passes over a window it costs, and ``more`` the seconds beside them (on a
-    model of width 128 with 5 states).
+    ``price`` is how many passes over a window it costs, and ``more`` the seconds beside them and
+    :data:`DRAWN` (on a model of width 128 with 5 states).
     """
 
     key: str
@@ -71,7 +73,7 @@ class Item:
     frame: Callable[[Analysis, Any], pd.DataFrame] = frame_of
     figures: tuple[Callable[[Analysis, Any], Any], ...] = (plot,)
     price: Callable[[Analysis], float] = lambda a: 0.0
-    more: float = 0.5
+    more: float = 0.4
 
     @property
     def words(self) -> Mapping[str, Any]:
@@ -96,7 +98,7 @@ class Section:
     def seconds(self, a: Analysis) -> float:
         """About how long it takes, from the measured time of one pass."""
         states = (a.view.n_layers + 1) * a.view.d_model / (5 * 128)
-        return sum(a.second * item.price(a) + states * item.more for item in self.items)
+        return sum(a.second * i.price(a) + states * i.more + DRAWN for i in self.items)
 
 
 def _named(a: Analysis, result: Any) -> pd.DataFrame:
@@ -127,7 +129,7 @@ def _heads(a: Analysis, sweep: Any) -> pd.DataFrame:
 
 
 def _price_of_heads(a: Analysis) -> int:
-    return len(a.fitted) + 6 * a.held_out
+    return len(a.fitted) + 3 * a.held_out
 
 
 def _why(head: Mapping[str, Any]) -> str:
@@ -333,10 +335,10 @@ SECTIONS = (
         "heads",
         "Which head does most, and why",
         (
-            Item("heads", lambda a: a.sweep, _heads, price=_price_of_heads, more=1.0),
-            Item("removal", _removal, _removed, price=lambda a: TESTED * PROMPTS / 2),
-            Item("terms", _terms, _without, price=lambda a: 9 * PROMPTS / 2),
-            Item("example", _example, _shares, (_page,)),
+            Item("heads", lambda a: a.sweep, _heads, price=_price_of_heads, more=0.1),
+            Item("removal", _removal, _removed, price=lambda a: TESTED * PROMPTS / 2, more=0.2),
+            Item("terms", _terms, _without, price=lambda a: 9 * PROMPTS / 2, more=0.1),
+            Item("example", _example, _shares, (_page,), more=0.1),
         ),
     ),
     Section(
@@ -344,9 +346,9 @@ SECTIONS = (
         "Position and context",
         (
             Item("variance", _variance, _beside_untrained, (_drawn, _spirals), _price_of_nulls),
-            Item("massive", lambda a: a.basis.largest_tokens(), _massive, ()),
+            Item("massive", lambda a: a.basis.largest_tokens(), _massive, (), more=0.05),
             Item("position", lambda a: measures.positional_report(a.basis), _report, (_curves,)),
-            Item("context", lambda a: measures.contextual_report(a.basis), _report, more=2.0),
+            Item("context", lambda a: measures.contextual_report(a.basis), _report, more=0.6),
         ),
     ),
     Section(
@@ -363,12 +365,12 @@ SECTIONS = (
         "Trajectories as a flow",
         (
             Item("flow", lambda a: flow.flow_report(a.paths), price=lambda a: a.followed),
-            Item("ensembles", _ensembles, figures=(), price=lambda a: 3 * a.followed),
-            Item("truncation", _truncation, _truncated, price=lambda a: 2 * a.followed),
-            Item("skips", _skips, _skipped, price=lambda a: 2 * a.followed),
+            Item("ensembles", _ensembles, figures=(), price=lambda a: 2 * a.followed, more=0.1),
+            Item("truncation", _truncation, _truncated),
+            Item("skips", _skips, _skipped),
         ),
         slow=True,
     ),
-    Section("overview", "What was analysed", (Item("overview", _overview, figures=()),)),
+    Section("overview", "What was analysed", (Item("overview", _overview, figures=(), more=0.0),)),
 )
 """The sections of a report in reading order."""

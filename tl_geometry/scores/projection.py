@@ -21,7 +21,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry.decomposition.position_context import PositionContext
+from tl_geometry.models.attention import Heads
 from tl_geometry.models.layer_view import LayerView
+from tl_geometry.scores.shared_parts import Shared
 from tl_geometry.scores.terms import BIAS
 
 PARTS = (BIAS, "pos", "cvec")
@@ -121,3 +123,38 @@ def split_heads(
         projected.append(rearrange(parts, "b h i part e -> part b i h e"))
     q, k = projected
     return q, k
+
+
+def shared_heads(
+    layer: LayerView, mapped: MappedBasis, contexts: slice = ALL, start: int = 0
+) -> tuple[Heads, Heads, list[Shared], bool]:
+    """The parts of :func:`split_heads` of all heads as :mod:`tl_geometry.scores.shared_parts` takes
+    them: own queries and keys, the parts of the groups of contexts, and whether constants, which
+    belong to the bias, are a part between them."""
+    rest, constants, scales = list[Tensor](), list[Tensor](), list[Tensor]()
+    for which, scale in (("q", layer.scale), ("k", 1.0)):
+        of_layer = (getattr(layer, name) for name in (which, f"{which}_constant"))
+        total, constant = (x[contexts, start:].transpose(1, 2) * scale for x in of_layer)
+        frozen = frozen_scale(layer, which, mapped.normalized)[contexts, start:].mT * scale
+        of_basis = getattr(mapped, which)[:, start:].sum(2)
+        rest.append(torch.addcmul(total - constant, frozen.unsqueeze(-1), of_basis, value=-1))
+        constants.append(constant)
+        scales.append(frozen)
+    shared, own = [Shared(mapped.q[:, start:], mapped.k[:, start:], *scales)], [rest]
+    has_constant = any(bool(x.any()) for x in constants)
+    if has_constant and all(bool((x == x[:1]).all()) for x in constants):
+        same = [x[0].unsqueeze(2) for x in constants]
+        shared.append(Shared(*same, *map(torch.ones_like, scales)))
+    elif has_constant:  # a QK-norm scales them
+        own = [constants, rest]
+    q, k = (rearrange(list(x), "part b h i e -> part b i h e") for x in zip(*own, strict=True))
+    return q, k, shared, has_constant
+
+
+def of_groups(share: Float[Tensor, " group"]) -> Float[Tensor, "part column"]:
+    """The 2 G + 1 parts as sums of those of :func:`shared_heads` where constants are one: each
+    group's bias has its share of them."""
+    groups = len(share)
+    parts = torch.eye(2 * groups + 2, dtype=share.dtype)
+    parts[:groups, 2 * groups] = share
+    return torch.cat([parts[: 2 * groups], parts[-1:]])

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +38,7 @@ from torch.nn.functional import pad
 
 from tl_geometry.base.linalg import unit_roundoff
 from tl_geometry.base.sums import Sums
+from tl_geometry.scores.shared_parts import Shared, with_shared
 
 SHARES = ("cs", "gs")
 """Covariance and gain share."""
@@ -156,30 +157,38 @@ def sums_of_some(
     bias: Float[Tensor, "head query key"] | None,
     softcap: float | None,
     plane: Int[Tensor, " d_head"] | None,
+    shared: Sequence[Shared] = (),
 ) -> ShareSums:
     """:func:`share_sums` of as many contexts as the working set holds, with the mask in blocks.
+    ``shared`` are parts before those of ``q`` and ``k``.
 
     The mean over positions is first subtracted from the keys. That changes each row of a term by a
     constant, which row-centring removes, and leaves smaller numbers to round.
     """
     queries = rearrange(q, "a b i h e -> b h i a e").contiguous()
     keys = rearrange(k, "c b j h e -> b h j c e").contiguous()
-    parts, planes = len(q), 1 if plane is None else int(plane.max()) + 1
+    parts = sum(one.q.shape[2] for one in shared) + len(q)
+    planes = 1 if plane is None else int(plane.max()) + 1
     plane = None if plane is None else plane.to(q.device)
-    sizes = [torch.linalg.vector_norm(x.flatten(2), dim=-1).double() for x in (queries, keys)]
-    shift = keys.mean(2, keepdim=True)
-    keys = keys - shift  # not in place: it may be the caller's memory
-    query, key = reduce(torch.add, queries.unbind(3)), reduce(torch.add, keys.unbind(3))
-    heads, tables = q.shape[3], keys.flatten(3)
+    sides, sizes = list[Tensor](), list[Tensor]()
+    for which, x in zip("qk", (queries, keys), strict=True):
+        sides.append(reduce(torch.add, [*x.unbind(3), *(one.total(which) for one in shared)]))
+        own = torch.linalg.vector_norm(x.flatten(2), dim=-1).double()
+        sizes.append(reduce(torch.hypot, [own, *(one.size(which) for one in shared)]))
+    query, shift = sides[0], sides[1].mean(2, keepdim=True)
+    key = sides[1] - shift
+    heads, tables = q.shape[3], (keys - keys.mean(2, keepdim=True)).flatten(3)
+    contract = partial(_pairs, plane, planes)
     zeros = torch.zeros(2, heads, planes, parts**2, dtype=torch.float64, device=q.device)
     pairs, of_bias = zeros, zeros.new_zeros(2, heads, int(bias is not None))
     totals, bias_squares = zeros.new_zeros(2, heads), zeros.new_zeros(heads)
     for block, centred, block_bias, moved in block_scores(
-        query, key, blocks, key_shift=shift.sum(3), bias=bias, softcap=softcap
+        query, key, blocks, key_shift=shift, bias=bias, softcap=softcap
     ):
         rows = queries[:, :, block.rows]
         for n, weight in enumerate((centred, moved)):
-            pairs[n] += _contracted(weight, rows, tables[:, :, : block.end], plane, planes)
+            seen = tables[:, :, : block.end]
+            pairs[n] += with_shared(weight, rows, seen, shared, block.rows, contract)
             if block_bias is not None:
                 of_bias[n, :, 0] += (weight * block_bias).sum((0, 2, 3), dtype=torch.float64)
         totals[0] += torch.linalg.vector_norm(centred, dim=(2, 3)).double().square().sum(0)
@@ -201,25 +210,22 @@ def sums_of_some(
     )
 
 
-def _contracted(
-    weight: Float[Tensor, "batch head query key"],
-    rows: Float[Tensor, "batch head query part d_head"],
-    tables: Float[Tensor, "batch head key column"],
+def _pairs(
     plane: Int[Tensor, " d_head"] | None,
     planes: int,
-) -> Float[Tensor, "head plane pair"]:
-    """``sum_ij W_ij X_ij`` of all terms X of queries and keys over contexts, by rotary plane
-    (without ``plane`` all coordinates are one). Rows of W sum to zero. ``tables`` are the keys of
-    all parts side by side."""
-    weighted = (weight @ tables).unflatten(-1, rows.shape[-2:])
+    rows: Float[Tensor, "batch head query part d_head"],
+    weighted: Float[Tensor, "batch head query column d_head"],
+) -> Float[Tensor, "head plane part column"]:
+    """Products of queries and weighted keys of all parts over contexts and queries, by rotary plane
+    (without ``plane`` all coordinates are one)."""
     if plane is None or planes == 1:
         # one small product [query part, key part] per query, then a float64 sum over queries
-        return (rows @ weighted.mT).sum((0, 2), dtype=torch.float64).flatten(1).unsqueeze(1)
+        return (rows @ weighted.mT).sum((0, 2), dtype=torch.float64).unsqueeze(1)
     # one key part at a time, so that no product holds all pairs of parts
-    by_key_part = [(rows * weighted[..., c : c + 1, :]).sum(2) for c in range(rows.shape[3])]
+    by_key_part = [(rows * x.unsqueeze(3)).sum(2) for x in weighted.unbind(3)]
     by_coordinate = torch.stack(by_key_part, -1).sum(0, dtype=torch.float64)
-    by_coordinate = rearrange(by_coordinate, "h a e c -> h e (a c)")
-    by_plane = by_coordinate.new_zeros(len(by_coordinate), planes, by_coordinate.shape[-1])
+    by_coordinate = rearrange(by_coordinate, "h a e c -> h e a c")
+    by_plane = by_coordinate.new_zeros(len(by_coordinate), planes, *by_coordinate.shape[2:])
     return by_plane.index_add_(1, plane, by_coordinate)
 
 

@@ -41,7 +41,7 @@ from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reader import as_view
 from tl_geometry.models.rotary import RotaryPlanes
 from tl_geometry.models.writers import GRAINS
-from tl_geometry.scores import resampling
+from tl_geometry.scores import projection, resampling
 from tl_geometry.scores.families import stream_parts
 from tl_geometry.scores.head_types import measure_types
 from tl_geometry.scores.planes import HeadPlanes
@@ -231,13 +231,22 @@ class LayerSums:
         if self.intervals:
             noise = resampling.noise_of(layer, mapped, start)
             self.noise = noise if self.noise is None else self.noise + noise
-        step, at = contexts_at_once(layer.q, 2 * len(mapped.share) + 1), 0
+        # parts of many groups are contracted once for all contexts of a block; two are as quick in
+        # each context
+        step = BLOCK if self.intervals else contexts_at_once(layer.q, len(PARTS))
+        at = 0
         while at < contexts:
             # a step ends where a block of windows is full
             room = BLOCK - self.windows % BLOCK if self.intervals else contexts
             some = slice(at, min(at + step, at + room, contexts))
-            parts = split_heads(layer, mapped, contexts=some, start=start)
-            self._take(sums_of_some(*parts, blocks, **options), some.stop - at)
+            if self.intervals:
+                q, k, shared, constant = projection.shared_heads(layer, mapped, some, start)
+                sums = sums_of_some(q, k, blocks, shared=shared, **options)
+                sums = sums.of_parts(projection.of_groups(mapped.share)) if constant else sums
+            else:
+                q, k = split_heads(layer, mapped, contexts=some, start=start)
+                sums = sums_of_some(q, k, blocks, **options)
+            self._take(sums, some.stop - at)
             at = some.stop
         if start and layer.pattern is not None:
             paid = layer.pattern[:, :, start:, :start].sum((0, 2, 3), dtype=torch.float64)

@@ -28,7 +28,17 @@ from tl_geometry import circuits, interventions, measures, render, sphere
 
 Numbers = Iterable[Any]
 NUMBER = re.compile(r"(?<![\w#])[-+−]?\d[\d.,]*(?:e[-+]?\d+)?")
-STYLE = ("text", "color", "facecolor", "edgecolor", "linestyle", "linewidth", "marker", "fontsize")
+STYLE = (
+    "text",
+    "color",
+    "facecolor",
+    "edgecolor",
+    "linestyle",
+    "linewidth",
+    "marker",
+    "fontsize",
+    "visible",
+)
 SCALES = {"limit", "limits", "units", "minValue", "maxValue"}
 """Numbers of a page's data that its script needs for scales."""
 
