@@ -52,6 +52,15 @@ def test_parts_too_large_for_their_rounding() -> None:
     assert any("rounding" in flag for flag in flags[1e2])
 
 
+@pytest.mark.once
+def test_a_part_of_ones_own_keeps_its_name() -> None:
+    terms = tlg.split_scores(tiny("bridge", "llama"), IDS, basis_of("llama"), layers=1).terms
+    assert torch.equal(terms["mean", "mean"], terms["bias", "bias"])  # as it is shown
+    h = tiny("bridge", "llama").run_with_cache(IDS)[1]["blocks.1.hook_resid_pre"]
+    own = tlg.split_scores(tiny("bridge", "llama"), IDS, layers=1, parts={"mean": h}).terms
+    assert [bool(own[name].any()) for name in ("mean-mean", "bias-bias")] == [True, False]
+
+
 @pytest.mark.parametrize("architecture", ["llama", "gptj", "neox", "llama-yarn", "gemma3", "gpt2"])
 def test_planes_add_up_to_their_terms(architecture: str) -> None:
     model = tiny("bridge", architecture)

@@ -77,7 +77,11 @@ def jackknife(
     return [value, value - reach, value + reach]
 
 
-@pytest.mark.parametrize(("kind", "normed"), [("llama", False), ("bloom", True)])
+@pytest.mark.parametrize(
+    ("kind", "normed"),
+    # without constants; with ALiBi and constants; with constants that a QK-norm scales
+    [("llama", False), ("bloom", True), ("stablelm", False)],
+)
 def test_intervals_are_those_of_sweeps_run_again(kind: str, normed: bool) -> None:
     """Bases without each group are merged from shards, windows without each block are swept."""
     model = tiny("bridge", kind)

@@ -252,8 +252,8 @@ def planes(
             ``"near"``, ``"middle"`` and ``"far"`` for the length of the running prompts, ``"pass"``
             for coordinates that are not rotated.
         how: ``"remove"``, ``"keep"`` (with ALiBi), or ``"swap"`` by another prompt's.
-        draw: a seed: as many other planes, drawn at random for each head, in their place (with
-            half of all planes or more, of all, but never exactly these).
+        draw: a seed: as many other planes in their place, drawn at random for each head; where
+            these are half of the planes or more, drawn from all, but never exactly these.
 
     Raises ``GeometryError`` during a pass where no head has the planes; else as :func:`term`.
 

@@ -96,22 +96,19 @@ def split_heads(
     layer: LayerView,
     mapped: MappedBasis,
     heads: list[int] | slice = ALL,
-    contexts: slice = ALL,
-    start: int = 0,
 ) -> tuple[
     Float[Tensor, "part batch query head d_head"], Float[Tensor, "part batch key head d_head"]
 ]:
     """Queries (with the score scale) and keys of bias, pos and cvec (or the 2 G + 1 parts of
-    groups), for some heads and contexts and positions from ``start`` on. cvec is the remainder, so
-    these parts always add up; the sweep checks cvec separately. Gradients pass."""
+    groups), for some heads. cvec is the remainder, so these parts always add up; the sweep checks
+    cvec separately. Gradients pass."""
     projected, groups = [], len(mapped.share)
     share = mapped.share.to(layer.q).unsqueeze(1)
     for which, scale in (("q", layer.scale), ("k", 1.0)):
         total, constant = (getattr(layer, name) for name in (which, f"{which}_constant"))
-        frozen = frozen_scale(layer, which, mapped.normalized)[contexts, start:][..., heads]
-        total, constant = (x[contexts, start:][..., heads, :] for x in (total, constant))
-        of_basis = getattr(mapped, which)[heads][:, start:]
-        # memory in the order in which share_sums reads: its rearrangement then needs no copy
+        frozen = frozen_scale(layer, which, mapped.normalized)[..., heads]
+        total, constant = (x[..., heads, :] for x in (total, constant))
+        of_basis = getattr(mapped, which)[heads]
         batch, length, n_heads, width = total.shape
         parts = total.new_empty(batch, n_heads, length, 2 * groups + 1, width)
         parts[..., :-1, :] = of_basis * rearrange(frozen * scale, "b i h -> b h i 1 1")
@@ -126,11 +123,11 @@ def split_heads(
 
 
 def shared_heads(
-    layer: LayerView, mapped: MappedBasis, contexts: slice = ALL, start: int = 0
+    layer: LayerView, mapped: MappedBasis, contexts: slice, start: int
 ) -> tuple[Heads, Heads, list[Shared], bool]:
-    """The parts of :func:`split_heads` of all heads as :mod:`tl_geometry.scores.shared_parts` takes
-    them: own queries and keys, the parts of the groups of contexts, and whether constants, which
-    belong to the bias, are a part between them."""
+    """The parts of :func:`split_heads` for all heads, some contexts and positions from ``start``
+    on, as :mod:`tl_geometry.scores.shared_parts` takes them: own queries and keys, the parts of the
+    groups of contexts, and whether constants, which belong to the bias, are a part between them."""
     rest, constants, scales = list[Tensor](), list[Tensor](), list[Tensor]()
     for which, scale in (("q", layer.scale), ("k", 1.0)):
         of_layer = (getattr(layer, name) for name in (which, f"{which}_constant"))

@@ -44,7 +44,8 @@ class Terms(Mapping[tuple[str, str], Tensor]):
     def pair(self, term: tuple[str, str] | str) -> tuple[str, str]:
         """A term as (query part, key part)."""
         name = term if isinstance(term, str) else "-".join(map(str, term))
-        pair = self._pairs.get(key_of(name))
+        # a part of your own may be called "mean", so exact names come first
+        pair = self._pairs.get(name) or self._pairs.get(key_of(name))
         if pair is None:
             shown = ", ".join([*self._pairs][:16])
             fail("terms", expected=f"one of {shown}", got=repr(term), instead="list(split.terms)")

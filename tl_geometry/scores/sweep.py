@@ -10,7 +10,8 @@ contexts at a time, so that no term exists as a matrix:
 2. For one context of every batch, at another row each time, the model's queries, keys, scores and
    patterns are recomputed from the stream. In the first batch cvec is projected explicitly there:
    a remainder makes the parts add up whatever mean and pos are, so their sum alone proves nothing.
-3. :func:`tl_geometry.scores.sums.share_sums` adds up numerators and gains.
+3. :func:`tl_geometry.scores.sums.sums_of_some` adds up numerators and gains of a block of windows,
+   the parts of the basis once for all of them (:mod:`tl_geometry.scores.shared_parts`).
 
 Head types come from repeated random tokens made for the model.
 """
@@ -41,11 +42,18 @@ from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reader import as_view
 from tl_geometry.models.rotary import RotaryPlanes
 from tl_geometry.models.writers import GRAINS
-from tl_geometry.scores import projection, resampling
+from tl_geometry.scores import resampling
 from tl_geometry.scores.families import stream_parts
 from tl_geometry.scores.head_types import measure_types
 from tl_geometry.scores.planes import HeadPlanes
-from tl_geometry.scores.projection import PARTS, MappedBasis, project_basis, split_heads
+from tl_geometry.scores.projection import (
+    PARTS,
+    MappedBasis,
+    of_groups,
+    project_basis,
+    shared_heads,
+    split_heads,
+)
 from tl_geometry.scores.resampling import Noise, without
 from tl_geometry.scores.share_table import SweepTable
 from tl_geometry.scores.splitter import check_basis, compare_parts, is_relative
@@ -53,7 +61,6 @@ from tl_geometry.scores.sums import (
     SHARES,
     ShareSums,
     blocks_of,
-    contexts_at_once,
     sums_of_some,
 )
 from tl_geometry.scores.terms import bias_label
@@ -231,21 +238,14 @@ class LayerSums:
         if self.intervals:
             noise = resampling.noise_of(layer, mapped, start)
             self.noise = noise if self.noise is None else self.noise + noise
-        # parts of many groups are contracted once for all contexts of a block; two are as quick in
-        # each context
-        step = BLOCK if self.intervals else contexts_at_once(layer.q, len(PARTS))
         at = 0
         while at < contexts:
-            # a step ends where a block of windows is full
-            room = BLOCK - self.windows % BLOCK if self.intervals else contexts
-            some = slice(at, min(at + step, at + room, contexts))
-            if self.intervals:
-                q, k, shared, constant = projection.shared_heads(layer, mapped, some, start)
-                sums = sums_of_some(q, k, blocks, shared=shared, **options)
-                sums = sums.of_parts(projection.of_groups(mapped.share)) if constant else sums
-            else:
-                q, k = split_heads(layer, mapped, contexts=some, start=start)
-                sums = sums_of_some(q, k, blocks, **options)
+            # parts of the basis are contracted once for a block of windows, of which intervals need
+            # the sums
+            some = slice(at, min(at + BLOCK - self.windows % BLOCK, contexts))
+            q, k, shared, constant = shared_heads(layer, mapped, some, start)
+            sums = sums_of_some(q, k, blocks, shared=shared, **options)
+            sums = sums.of_parts(of_groups(mapped.share)) if constant else sums
             self._take(sums, some.stop - at)
             at = some.stop
         if start and layer.pattern is not None:

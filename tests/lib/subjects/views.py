@@ -27,7 +27,7 @@ from tests.lib.worlds import QUIET, World
 from tl_geometry import circuits, interventions, measures, render, sphere
 
 Numbers = Iterable[Any]
-NUMBER = re.compile(r"(?<![\w#])[-+−]?\d[\d.,]*(?:e[-+]?\d+)?")
+NUMBER = re.compile(r"(?<![\w#])[-+−]?\d[\d.,]*(?:e[-+]?\d+)?")  # no digit of a name or colour
 STYLE = (
     "text",
     "color",
