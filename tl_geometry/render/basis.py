@@ -12,8 +12,7 @@ import pandas as pd
 import torch
 
 from tl_geometry.base import linalg
-from tl_geometry.base.checks import choice
-from tl_geometry.base.errors import require
+from tl_geometry.base.errors import choice, require
 from tl_geometry.base.results import Result
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
 from tl_geometry.measures.positional import fourier as transform
@@ -166,13 +165,12 @@ def _draw_curve(axis: draw.Axes, state: int, basis: PositionContext) -> Any:
     low, high = torch.quantile(points, torch.tensor([0.03, 0.97]).to(points), dim=0)
     pad = 0.15 * (high - low).clamp(min=1e-12)
     (left, bottom), (right, top) = (low - pad)[[0, -1]].tolist(), (high + pad)[[0, -1]].tolist()
-    axis.set(xlim=(left, right), ylim=(bottom, top))
+    axis.set(xlim=(left, right), ylim=(bottom, top), xticks=[], yticks=[])
     drawn = draw.path(axis, points[:, [0, -1]], range(*basis.window), 7.0)
     energy = directions.S.square()
     # a state without position has no energy
     share = energy[:2].sum() / energy.sum().clamp(min=1e-300)
     axis.set_title(f"state {state}: {float(share):.0%}", fontsize=8)
-    axis.set(xticks=[], yticks=[])
     return drawn
 
 
@@ -206,7 +204,7 @@ def gram(
     rows, _ = linalg.normalize_rows(torch.cat([*vectors.values()]))
     figure, (axis,) = draw.panels(ax, size=(0.75 * draw.WIDTH, 4.2))
     # cosines have one scale in all figures, so that states can be compared
-    image = draw.image(axis, (rows @ rows.T).numpy(), -1.0, 1.0)
+    image = draw.image(axis, (rows @ rows.T).numpy(), 1.0)
     positions = len(vectors["positions"])
     axis.axhline(positions - 0.5, color="k", lw=0.6)
     axis.axvline(positions - 0.5, color="k", lw=0.6)
@@ -249,7 +247,7 @@ def fourier(basis: PositionContext) -> draw.View:
     limit = float(block.nan_to_num().abs().amax()) or 1.0
     figure, axes = draw.panels(None, len(chosen), size=(draw.WIDTH / len(chosen), 1.9))
     for axis, state, values, share in zip(axes, chosen, block, shares.tolist(), strict=True):
-        draw.image(axis, values.numpy(), -limit, limit)
+        draw.image(axis, values.numpy(), limit)
         axis.set_title(f"state {state}: {share:.0%}", fontsize=8)
         axis.set(xlabel="frequency", xticks=draw.whole_ticks(range(count), 6))
     figure.colorbar(axes[-1].images[0], ax=axes, shrink=0.8, label="coefficient")

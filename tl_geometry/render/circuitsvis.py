@@ -80,17 +80,13 @@ def attention_heads(
     visible = checks.finite(values.tril() if causal else values, "attention")
     # a pattern has the same colours on every page: 1 is all of the attention that a query pays
     top = 1.0 if what == "Attention" else float(visible.abs().max()) or 1.0
-    props = {
-        "attention": visible.tolist(),
-        "attentionHeadNames": list(names),
-        "tokens": texts,
-        "maskUpperTri": causal,
-    }
+    signed = bool((visible < 0).any())
+    props = {"attention": visible.tolist(), "tokens": texts, "maskUpperTri": causal}
     some = ", ".join(names[:4]) + (" ..." if len(names) > 4 else "")
     return Page(
         title=f"Where do {some} attend?" if what == "Attention" else f"Values of {some}",
         caption=f"{what} by query (row) and key (column); full colour is {top:.3g} for all heads.",
-        parts=[_part("AttentionHeads", props, top, bool((visible < 0).any()))],
+        parts=[_part("AttentionHeads", top, signed, attentionHeadNames=[*names], **props)],
         begin={},
         height=760 + 100 * (len(values) // 6),
         source=draw.source_of(attention),
@@ -127,14 +123,13 @@ def induction(graph: LogitGraph, head: Head | None = None) -> Page:
     # ColoredTokens puts texts into the page as markup (1.43.3): a token that looks like a tag would
     # be one
     written = [html.escape(html.token_text(text)) for text in texts]
-    props = {"tokens": written, "values": values}
     name, token = head_name(pair), html.token_text(str(best["token"]))
     return Page(
         title=f"{name} wrote {html.signed(best['value'], '+.2f')} of the logit from “{token}” at "
         f"{int(best['position'])}",
         caption=f"Each token has the colour of what {name} wrote from it towards the logit: "
         f"{html.signed(sum(values), '+.3g')} in all. Hover for the number.",
-        parts=[_part("ColoredTokens", props, top, True)],
+        parts=[_part("ColoredTokens", top, True, tokens=written, values=values)],
         begin={},
         height=300,
         source=graph.provenance.line(),
@@ -143,7 +138,7 @@ def induction(graph: LogitGraph, head: Head | None = None) -> Page:
     )
 
 
-def _part(component: str, props: dict[str, Any], limit: float, signed: bool) -> dict[str, Any]:
+def _part(component: str, limit: float, signed: bool, **props: Any) -> dict[str, Any]:
     """A component of circuitsvis, on one symmetric scale from blue to red."""
     colours = {"positiveColor": draw.POSITIVE, "negativeColor": draw.NEGATIVE}
     drawn = {**props, "minValue": -limit, "maxValue": limit, **colours}

@@ -15,7 +15,6 @@ import pandas as pd
 from tl_geometry.base import html
 from tl_geometry.base.errors import require
 from tl_geometry.base.files import as_path, write_bytes
-from tl_geometry.base.html import unicode_escape
 from tl_geometry.base.results import Result
 
 if TYPE_CHECKING:
@@ -26,9 +25,8 @@ else:
 
 POSITIVE, NEGATIVE = "#b2182b", "#2166ac"
 """One colour for each sign, the ends of the diverging map."""
-DIVERGING, ONE_SIDED, ORDERED = "RdBu_r", "Reds", "viridis"
-"""Maps of signed values, of values from zero (the upper half of the first), and of an order, such
-as that of states."""
+DIVERGING, ORDERED = "RdBu_r", "viridis"
+"""Maps of signed values, and of an order, such as that of states."""
 PARTS = {"position": "#0f7f6e", "content": "#6b3fa0", "token": "#cc79a7", "mixed": "#c7861b"}
 PARTS |= {"constants": "#8a9099", "pos": "#0f7f6e", "ctx": "#6b3fa0", "resid": "#c3c8ce"}
 """One colour for each part and group of terms in every figure and page."""
@@ -38,6 +36,8 @@ LINES = ("#0f7f6e", "#6b3fa0", "#c7861b", "#cc79a7", "#4a5560", "#7fb7ad", "#a98
 """Colours of lines that are no part, in their order."""
 WIDTH = 7.2
 """Inches across a figure that fills a page of text: 720 pixels in :meth:`View.html`."""
+NARROWEST = 480
+"""Pixels to which a wider figure shrinks in a narrow window, where the reader moves it sideways."""
 HEAVY = 150_000
 """Bytes of an SVG above which the HTML holds a PNG instead, which then weighs less."""
 LONGEST = 80
@@ -121,12 +121,13 @@ class View:
         form, data = "svg+xml", self.svg()
         if len(data) > HEAVY:
             form, data = "png", self.png()
-        # 100 pixels an inch; the image shrinks in a narrower window
-        style = f"max-width:min(100%,{100 * self.figure.get_size_inches()[0]:.0f}px)"
+        # 100 pixels an inch; the image shrinks in a narrower window, while its text can be read
+        width = f"width:{100 * self.figure.get_size_inches()[0]:.0f}px"
+        style = f"{width};max-width:max(100%,{NARROWEST}px);background:white"
         url = f"data:image/{form};base64,{base64.b64encode(data).decode()}"
         title, how = html.escape(self.title), html.escape(f"{self.caption} {self.null}".strip())
         head = f'<figcaption><b>{title}</b> <span class="how">{how}</span></figcaption>'
-        body = f'<img alt="{title}" style="{style};background:white" src="{url}">'
+        body = f'<div style="overflow-x:auto"><img alt="{title}" style="{style}" src="{url}"></div>'
         made = f"<summary>How this was made</summary>{html.escape(self.source)}"
         inside = f"{DARK}{head}{body}<details>{made}</details>"
         return f'<figure class="tlg-figure" style="margin:0 0 1em">{inside}</figure>'
@@ -135,9 +136,8 @@ class View:
         """Write to ``x.html``, ``x.png``, ``x.svg`` or ``x.pdf`` and return the path."""
         path = as_path(path)
         form = path.suffix.lower().removeprefix(".")
-        known = form in ("html", "png", "svg", "pdf")
         expected = "a name ending in .html, .png, .svg or .pdf"
-        require(known, "path", expected=expected, got=str(path))
+        require(form in ("html", "png", "svg", "pdf"), "path", expected=expected, got=str(path))
         page = f"{HEAD}<title>{html.escape(self.title)}</title>{self.html()}".encode()
         write_bytes(path, page if form == "html" else self._bytes(form))
         return path
@@ -203,10 +203,9 @@ def panels(
     return figure, axes[:count]
 
 
-def image(axis: Axes, values: Any, low: float, high: float, **options: Any) -> Any:
-    """A matrix as an image, one cell per value: red and blue where ``low`` is negative."""
-    scale = {"cmap": DIVERGING if low < 0 else ONE_SIDED, "vmin": low, "vmax": high}
-    return axis.imshow(values, **{**scale, "interpolation": "nearest", **options})
+def image(axis: Axes, values: Any, limit: float) -> Any:
+    """A matrix as an image, one cell per value, from blue at ``-limit`` to red."""
+    return axis.imshow(values, DIVERGING, vmin=-limit, vmax=limit, interpolation="nearest")
 
 
 def path(axis: Any, points: Any, numbers: Sequence[int], size: float) -> Any:
@@ -216,18 +215,6 @@ def path(axis: Any, points: Any, numbers: Sequence[int], size: float) -> Any:
     # axes of three dimensions order by depth themselves, but would fade the colours of far points
     depth = {"depthshade": False} if points.shape[1] == 3 else {"zorder": 2}
     return axis.scatter(*points.T, c=numbers, cmap=ORDERED, s=size, **depth)
-
-
-def paths_3d(
-    axis: Any, paths: Any, states: Sequence[int], names: Sequence[str], *, size: float
-) -> None:
-    """Paths ``[path state 3]`` on axes of three dimensions with these names, coloured by state."""
-    drawn = [path(axis, points, states, size) for points in paths]
-    axis.set(xlabel=names[0], ylabel=names[1], zlabel=names[2])
-    axis.locator_params(nbins=4)
-    # any path can stand for the colour bar: all have the same states; the pad clears the z labels
-    bar = {"label": "state", "shrink": 0.6, "pad": 0.15, "ticks": whole_ticks(states)}
-    axis.figure.colorbar(drawn[-1], ax=axis, **bar)
 
 
 def legend(figure: Figure, axes: Sequence[Axes], *, ax: Axes | None = None) -> None:
@@ -293,5 +280,5 @@ def drawable(text: str, longest: int = LONGEST) -> str:
 
     text = text if len(text) <= longest else f"{text[: longest - 1]}…"
     font = font_manager.get_font(font_manager.findfont("DejaVu Sans"))
-    written = "".join(c if font.get_char_index(ord(c)) else unicode_escape(c) for c in text)
+    written = "".join(c if font.get_char_index(ord(c)) else html.unicode_escape(c) for c in text)
     return written.replace("$", r"\$")

@@ -58,15 +58,12 @@ def graph_page(graph: LogitGraph) -> Page:
     caption = "Marks are as large as what they wrote, lines as wide as what went along them; "
     caption += "dashed lines of the chosen node are queries, dotted ones keys"
     caption += "." if exact else " (first order in the attention, and no part of the sum)."
+    text = parts.tokens("From which tokens", graph.texts, tokens["value"].tolist(), graph.position)
+    drawn = parts.arcs(nodes, edges, texts=[*map(token_text, graph.texts)], exact=exact)
     return Page(
         title=_title(graph, nodes, exact=exact),
         caption=f"{caption} Choose a node to list its edges.",
-        parts=[
-            parts.tokens(
-                "From which tokens", graph.texts, tokens["value"].tolist(), graph.position
-            ),
-            parts.arcs(nodes, edges, texts=[*map(token_text, graph.texts)], exact=exact),
-        ],
+        parts=[text, drawn],
         begin={"shown": min(START, len(nodes)), "node": int((nodes["kind"] == "head").argmax())},
         height=1000,
         source=graph.provenance.line(),

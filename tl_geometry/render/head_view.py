@@ -13,7 +13,6 @@ import pandas as pd
 import torch
 
 from tl_geometry.base import checks
-from tl_geometry.base.checks import head_name
 from tl_geometry.base.errors import choice, require
 from tl_geometry.base.results import Result
 from tl_geometry.render import figure as draw
@@ -64,9 +63,9 @@ def heads(sweep: Result | pd.DataFrame, value: str | None = None, *, title: str 
     numeric = [c for c in table.select_dtypes("number") if c not in ("layer", "head")]
     require(len(numeric) > 0, "table", expected="a column of numbers", got=got)
     first = next((n for n in FIRST if n in numeric), numeric[0])
-    chosen = first if value is None else checks.choice(key_of(value), numeric, "value")
+    chosen = first if value is None else choice(key_of(value), numeric, "value")
     layers = sorted(set(table["layer"]))
-    grids = np.stack([grid_of(table, name) for name in numeric])
+    grids = np.stack([grid_of(table, name).to_numpy(float) for name in numeric])
     largest = np.nan_to_num(abs(grids)).max((1, 2))
     largest[largest == 0] = 1.0
     # shares of a gain near 0 are huge in single heads, and would pale all others
@@ -75,11 +74,9 @@ def heads(sweep: Result | pd.DataFrame, value: str | None = None, *, title: str 
     names = [in_words(str(readable(name))) for name in numeric]
     groups = [i for i, name in enumerate(numeric) if name in [f"cs_{g}" for g in GROUPS]]
     others = [i for i in range(len(names)) if i not in groups]
-    words = [
-        (in_words(name), grid_of(table, name, "").tolist())
-        for name in table.columns
-        if name not in (*numeric, "layer", "head")
-    ]
+    texts = [name for name in table.columns if name not in (*numeric, "layer", "head")]
+    cells = [grid_of(table, name).astype(object).fillna("").astype(str) for name in texts]
+    words = [(in_words(n), grid.values.tolist()) for n, grid in zip(texts, cells, strict=True)]
     return Page(
         title=title or "Every number of every head",
         caption=f"Each cell is one of {len(table)} heads. Choose the number that is shown; click a "
@@ -105,15 +102,10 @@ def heads(sweep: Result | pd.DataFrame, value: str | None = None, *, title: str 
     )
 
 
-def grid_of(table: pd.DataFrame, column: str, empty: Any = np.nan) -> np.ndarray:
-    """A column as ``[layer head]``, empty where the table has no head."""
-    layers = sorted(set(table["layer"]))
-    kind = float if isinstance(empty, float) else object
-    heads: Any = table["head"]
-    grid = np.full((len(layers), 1 + int(heads.max())), empty, dtype=kind)
-    for layer, head, value in zip(table["layer"], heads, table[column], strict=True):
-        grid[layers.index(layer), head] = value if kind is float else str(value)
-    return grid
+def grid_of(table: pd.DataFrame, column: str) -> pd.DataFrame:
+    """A column by layers and heads, NaN where the table has no head."""
+    grid = table.pivot(index="layer", columns="head", values=column)
+    return grid.reindex(columns=range(1 + max(grid.columns)))
 
 
 def in_words(column: str) -> str:
@@ -149,18 +141,22 @@ def head_shares(sweep: SweepTable, *, share: str = "cs") -> draw.View:
     table = draw.frame(sweep, "layer", "head", *columns.values())
     leading = table[[*columns.values()]].fillna(0.0).to_numpy().argmax(1)
     counts = [f"{group} in {(leading == i).sum()}" for i, group in enumerate(GROUPS)]
-    chance = [f"{TYPES[name]} {table[f'{name}_uniform'].max():.2f}" for name in TYPES]
-    null = f"Uniform attention would score {', '.join(chance)}."
+    caption = f"Each bar is a head: what holds the {said}, terms without content (position), with "
+    caption += "content alone, beside a constant (token) and beside position (mixed)."
+    null = "No null of shares is drawn: that of cs is measured with intervals=True."
     if f"{share}_position_null" in table:
         largest = table[f"{share}_position_null"].max()
-        null += f" With position destroyed, its share is at most {largest:.2f}."
+        null = f"With position destroyed, its share is at most {largest:.2f}."
+    if len(table) <= MOST and table[[*TYPES]].max(axis=None) > NAMED:  # some have their type drawn
+        caption += f" Beside it stands a head type over {NAMED}: the attention, on repeated random "
+        caption += "tokens, to where a head of the type looks."
+        chance = [f"{TYPES[name]} {table[f'{name}_uniform'].max():.2f}" for name in TYPES]
+        null += f" Uniform attention would score {', '.join(chance)}."
     return draw.view(
         _bars(table, columns, said),
         sweep,
         title=f"What is first: {', '.join(counts)} of {len(table)} heads",
-        caption=f"Each bar is a head: what holds the {said}, terms without content (position), "
-        "with content alone, beside a constant (token) and beside position (mixed). Head types are "
-        "the attention, on repeated random tokens, to where a head of the type looks.",
+        caption=caption,
         null=null,
     )
 
@@ -177,7 +173,7 @@ def _bars(table: pd.DataFrame, columns: Mapping[str, str], said: str) -> draw.Fi
         right, left = right + values.clip(0), left + values.clip(None, 0)
     rows, few = table.to_dict("records"), len(table) <= MOST
     named = places if few else places[table["layer"].diff().ne(0)]
-    names = [head_name((rows[i]["layer"], rows[i]["head"])) for i in named]
+    names = [checks.head_name((rows[i]["layer"], rows[i]["head"])) for i in named]
     axis.set_yticks(named, names)
     low, high = min(0.0, left.min()), max(1.0, right.max())
     for y, row in enumerate(rows if few else ()):
@@ -240,7 +236,7 @@ def head_planes(
     return draw.view(
         figure,
         planes,
-        title=f"Which wavelengths carry {', '.join(map(head_name, chosen))}?",
+        title=f"Which wavelengths carry {', '.join(map(checks.head_name, chosen))}?",
         caption=caption,
         null="The planes of a head share all of its score: no null is drawn.",
     )
@@ -264,7 +260,7 @@ def _draw_shares(axis: draw.Axes, planes: PlaneTable, at: int) -> None:
     labels = [_length(float(waves[i])) for i in order[ticks]]
     axis.set_xticks(ticks, labels)
     axis.axhline(0, color="0.3", lw=0.6)
-    axis.set(title=head_name(planes.heads[at]), ylabel="share")
+    axis.set(title=checks.head_name(planes.heads[at]), ylabel="share")
 
 
 def _length(wave: float) -> str:

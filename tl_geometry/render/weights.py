@@ -124,8 +124,13 @@ def sphere_paths(
     figure, (axis,) = draw.panels(None, size=(5.2, 4.6), subplot_kw={"projection": "3d"})
     axis.set_box_aspect(None, zoom=1.1)
     points = paths.coordinates[context][chosen]
-    axes = [f"principal axis {n}" for n in (1, 2, 3)]
-    draw.paths_3d(axis, points, range(points.shape[1]), axes, size=12.0)
+    states = range(points.shape[1])
+    drawn = [draw.path(axis, path, states, 12.0) for path in points]
+    axis.set(xlabel="principal axis 1", ylabel="principal axis 2", zlabel="principal axis 3")
+    axis.locator_params(nbins=4)
+    # any path can stand for the colour bar: all have the same states; the pad clears the z labels
+    bar = {"label": "state", "shrink": 0.6, "pad": 0.15, "ticks": draw.whole_ticks(states)}
+    figure.colorbar(drawn[-1], ax=axis, **bar)
     for place in draw.some(range(len(chosen)), NAMED):
         text = html.token_text(paths.str_tokens[context][chosen[place]])
         axis.text(*points[place, -1].tolist(), f" {draw.drawable(text)}", fontsize=7, zorder=9)
@@ -179,7 +184,6 @@ def effect_bars(effects: Result | pd.DataFrame, *, ax: draw.Axes | None = None) 
     metric = getattr(effects, "metric", "metric")
     unit = " (nats per token)" if metric == "loss" else ""
     axis.set(xlabel=f"change in the {metric}{unit}", ylabel="edit of the live model")
-    controls = "control" in table
     return draw.view(
         figure,
         effects,
@@ -187,6 +191,6 @@ def effect_bars(effects: Result | pd.DataFrame, *, ax: draw.Axes | None = None) 
         caption="Each bar is an edit of the live model, with its 95% interval over prompts (none "
         "below 10).",
         null="Grey bars are controls of the edit above them."
-        if controls
+        if "control" in table
         else "No control is drawn: effects(..., control=) measures them.",
     )

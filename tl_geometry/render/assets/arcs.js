@@ -1,6 +1,6 @@
 /* A graph: tokens along x, blocks upwards, a mark for each node, a line for each edge; a click lists a node's edges. */
 PARTS.arcs = (part, parent) => {
-  const {nodes, edges} = part, count = nodes.name.length, STEP = 30, LEFT = 84, WIDE = 26;
+  const {nodes, edges} = part, count = nodes.name.length, LEFT = 74, WIDE = 35;
   const tools = make(parent, 'div', null, {class: 'tools'}), label = make(tools, 'label', 'nodes shown ');
   const range = make(label, 'input', null, {type: 'range', min: 2, max: count, 'aria-label': 'nodes shown'});
   const said = make(tools, 'b'), sheet = make(parent, 'div', null, {class: 'sheet'});
@@ -17,25 +17,25 @@ PARTS.arcs = (part, parent) => {
     const columns = [...new Set(kept.map(k => nodes.position[k]))].sort((a, b) => (a < 0) - (b < 0) || a - b);
     const rows = [...new Set(kept.map(k => nodes.row[k]))].sort((a, b) => b - a);
     const cell = (x, y) => kept.filter(k => nodes.position[k] === x && nodes.row[k] === y);
-    const place = [], middles = [];
-    let left = LEFT;
+    const place = [], middles = [], step = Math.max(20, Math.min(30, 640 / rows.length));
+    let left = 0;
     for (const x of columns) {
-      const width = 30 + WIDE * Math.max(...rows.map(y => cell(x, y).length));
-      rows.forEach((y, n) => cell(x, y).forEach((k, m, all) => { place[k] = [left + width * (m + 0.5) / all.length, 20 + STEP * n]; }));
+      const width = 14 + WIDE * Math.max(...rows.map(y => cell(x, y).length));
+      rows.forEach((y, n) => cell(x, y).forEach((k, m, all) => { place[k] = [left + width * (m + 0.5) / all.length, 20 + step * n]; }));
       middles.push(left + width / 2);
       left += width;
     }
-    return {kept, columns, rows, place, middles, width: left + 20, height: STEP * rows.length + 46};
+    return {kept, columns, rows, place, middles, step, width: left + 8, height: step * rows.length + 46};
   }
 
   function draw() {
-    const {kept, columns, rows, place, middles, width, height} = places(), thick = largest(edges.value), top = largest(nodes.value);
+    const {kept, columns, rows, place, middles, step, width, height} = places(), thick = largest(edges.value), top = largest(nodes.value);
     sheet.textContent = '';
-    const svg = pen(sheet, 'svg', {width, height, role: 'group', 'aria-label': 'graph'});
-    rows.forEach((row, n) => pen(svg, 'text', {x: LEFT - 8, y: 24 + STEP * n, 'text-anchor': 'end'}, row === Math.max(...nodes.row) ? (part.exact ? 'difference' : 'logit') : row ? `${row % 2 ? 'block' : 'MLP'} ${(row - 1) >> 1}` : 'embedding'));
+    const names = pen(sheet, 'svg', {width: LEFT, height, class: 'rows'}), svg = pen(sheet, 'svg', {width, height, role: 'group', 'aria-label': 'graph'});
+    rows.forEach((row, n) => pen(names, 'text', {x: LEFT - 8, y: 24 + step * n, 'text-anchor': 'end'}, row === Math.max(...nodes.row) ? (part.exact ? 'difference' : 'logit') : row ? `${row % 2 ? 'block' : 'MLP'} ${(row - 1) >> 1}` : 'embedding'));
     columns.forEach((x, n) => {
       const text = x < 0 ? 'no' : token(x), middle = {x: middles[n], 'text-anchor': 'middle'};
-      pen(svg, 'text', {...middle, y: height - 22}, text.length > 8 ? `${text.slice(0, 7)}…` : text);
+      pen(svg, 'text', {...middle, y: height - 22}, text.length > 7 ? `${text.slice(0, 6)}…` : text);
       pen(svg, 'text', {...middle, y: height - 8}, x < 0 ? 'position' : x);
     });
     edges.value.forEach((value, e) => {
@@ -47,17 +47,19 @@ PARTS.arcs = (part, parent) => {
       pen(line, 'title', {}, `${named(ends[0])} → ${named(ends[1])}, ${edges.type[e]}: ${number(value, true)}`);
     });
     for (const k of kept) {
-      const [x, y] = place[k], r = 3.5 + 8 * Math.sqrt(Math.abs(nodes.value[k]) / top), kind = nodes.kind[k];
+      const [x, y] = place[k], r = 3.5 + (step / 2 - 7) * Math.sqrt(Math.abs(nodes.value[k]) / top), kind = nodes.kind[k];
       const group = pen(svg, 'g', {class: 'node', tabindex: 0, role: 'button', 'aria-pressed': k === state.node, 'aria-label': named(k)});
       const corners = kind === 'mlp' ? [[-r, -r], [r, -r], [r, r], [-r, r]] : [[0, -1.3 * r], [1.3 * r, 0], [0, 1.3 * r], [-1.3 * r, 0]];
       const look = {class: 'body', style: `fill:${sign(nodes.value[k])}`};
       if (kind === 'head') pen(group, 'circle', {...look, cx: x, cy: y, r});
       else pen(group, 'polygon', {...look, points: corners.map(([a, b]) => [x + a, y + b].join()).join(' ')});
-      if (kind === 'head') pen(group, 'text', {x: x + r + 2, y: y + 4, class: 'name'}, `H${nodes.head[k]}`);
+      if (kind === 'head') pen(group, 'text', {x: x + r + 3, y: y + 4, class: 'name'}, `H${nodes.head[k]}`);
       pen(group, 'title', {}, `${named(k)}: ${number(nodes.value[k], true)}`);
       group.onclick = () => select({node: k});
       group.onkeydown = event => { if (event.key === 'Enter') select({node: k}); };
     }
+    const seen = sheet.clientWidth - LEFT, at = place[state.node][0] - sheet.scrollLeft;
+    if (at < 12 || at > seen - 12) sheet.scrollLeft += at - seen / 2;
   }
 
   /* The edges of one type at one side of the node, the largest first; source -1 is all that is not listed. */

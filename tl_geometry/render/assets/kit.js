@@ -39,8 +39,8 @@ const STOPS = {
 };
 
 /* Colour of a value between -limit (blue) and limit (red). */
-function shade(value, limit) {
-  const stops = STOPS[dark.matches ? 'dark' : 'light'];
+function shade(value, limit, theme = dark.matches ? 'dark' : 'light') {
+  const stops = STOPS[theme];
   const x = 2 + 2 * Math.max(-1, Math.min(1, value / limit)), low = Math.min(Math.floor(x), 3);
   return stops[low].map((c, k) => Math.round(c + (x - low) * (stops[low + 1][k] - c)));
 }
@@ -63,12 +63,12 @@ async function halves(text) {
 }
 
 /* A colour scale with its ends, and the function that sets it. */
-function scale(parent) {
+function scale(parent, theme) {
   const box = make(parent, 'span'), [low, strip, high] = ['', 'scale', ''].map(name => make(box, 'span', '', {class: name}));
   return (limit, signed) => {
     low.textContent = signed ? number(-limit) : '0';
     high.textContent = number(limit);
-    const ends = (signed ? [-1, -0.5, 0, 0.5, 1] : [0, 0.5, 1]).map(u => rgb(shade(u, 1)));
+    const ends = (signed ? [-1, -0.5, 0, 0.5, 1] : [0, 0.5, 1]).map(u => rgb(shade(u, 1, theme)));
     strip.style.background = `linear-gradient(90deg, ${ends.join()})`;
   };
 }

@@ -8,7 +8,7 @@ async function load(parent) {
 PARTS.circuitsvis = async (part, parent) => {
   await load(parent);
   CircuitsVis.render('figure', CircuitsVis[part.component], part.props);
-  scale(make(parent, 'div', null, {class: 'tools'}))(part.limit, part.signed);
+  scale(make(parent, 'div', null, {class: 'tools'}), 'light')(part.limit, part.signed);
 };
 PARTS.plotly = async (part, parent) => {
   const figure = await load(parent);
