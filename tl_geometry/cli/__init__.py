@@ -20,7 +20,7 @@ from tl_geometry import __version__
 from tl_geometry.base.errors import GeometryError, check_seed, choice, require
 from tl_geometry.base.html import plain
 from tl_geometry.cli import inputs
-from tl_geometry.report.folder import check_folder, check_sections
+from tl_geometry.report.folder import PAGE, SECTIONS, check_folder, check_sections
 
 # help without boxes: to load rich takes 0.15 of the 0.4 s of `--help`
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -43,7 +43,7 @@ Folder = Annotated[Path, Option(help="Folder to write to.")]
 Force = Annotated[bool, Option("--force", help="Write where other files are.")]
 Quiet = Annotated[bool, Option("--quiet", help="Print results and errors only.")]
 Quick = Annotated[bool, Option("--quick", help="Fewer windows, and no trajectories.")]
-Sections = Annotated[str | None, Option(help="Some of heads, states, weights, flow, overview.")]
+Sections = Annotated[str | None, Option(help=f"Some of {', '.join(SECTIONS)}.")]
 Fresh = Annotated[bool, Option("--fresh", help="Compute tables again that are there.")]
 Shard = Annotated[str, Option(help="i/n: the i-th of n parts of the windows.")]
 BatchSize = Annotated[int | None, Option(min=1, help="Windows in one forward pass.")]
@@ -101,7 +101,8 @@ def report(
     inputs.check_corpus(corpus)
     check_seed(seed)
     names = None if sections is None else [name.strip() for name in sections.split(",")]
-    check_sections(["heads"] if names is None else names)
+    if names is not None:
+        check_sections(names)
     check_folder(out, force=force)
     say = (lambda line: None) if quiet else (lambda line: typer.echo(line, err=True))
     say("Loading the model and the text")
@@ -115,7 +116,7 @@ def report(
     options: dict[str, Any] = {"quick": quick, "sections": names, "fresh": fresh, "force": force}
     options |= {"seed": seed, "say": say, "command": ["tl-geometry", *sys.argv[1:]]}
     failed = build(view, windows, out, **options)["failed"]
-    typer.echo(plain(str(out / "report.html")))
+    typer.echo(plain(out / PAGE))
     if failed:
         what = "; ".join(f"{item} ({why})" for item, why in failed.items())
         typer.echo(plain(f"tl-geometry: could not be computed: {what}"), err=True)
@@ -199,7 +200,7 @@ def trace(
     require(0 < keep <= 1, "--keep", expected="a share above 0, at most 1", got=keep)
     choice(mlp, ("frozen", "leaf"), "--mlp")
     there = basis is None or basis.is_file()
-    require(there, "--basis", expected="a file of tl-geometry fit", got=plain(str(basis)))
+    require(there, "--basis", expected="a file of tl-geometry fit", got=plain(basis))
     check_folder(out, force=force, report=False)
     from tl_geometry import PositionContext, render, trace_logit
     from tl_geometry.base.files import write_bytes

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,20 +87,18 @@ def windows_of(
     from tl_geometry.corpus.texts import windows
     from tl_geometry.zoo import default_windows
 
-    names = file_names(corpus or ())
-    label: Any = {"labels": names, "corpus": ", ".join(names)}
-
-    def cut(n: int | None) -> TokenWindows:
-        if corpus:
-            return windows(model, corpus, length, n=n, **label, **options)
-        return default_windows(model, length, n=n, **options)
-
+    cut = partial(default_windows, model, length, **options)
+    if corpus:
+        names = file_names(corpus)
+        options |= {"labels": names, "corpus": ", ".join(names)}
+        cut = partial(windows, model, corpus, length, **options)
     try:
-        return cut(contexts or most)
+        return cut(n=contexts or most)
     except GeometryError as error:
+        # of fewer windows than the usual number all are taken, but not of fewer than were asked for
         if error.what != "n" or contexts is not None:
             raise
-        return cut(None)
+        return cut(n=None)
 
 
 def shard_of(text: str) -> tuple[int, int]:
@@ -116,7 +115,7 @@ def shard_of(text: str) -> tuple[int, int]:
 
 def check_file(out: Path, *, force: bool) -> None:
     """Refuse a file to write that is there already, or that can be none."""
-    place = plain(str(out))
+    place = plain(out)
     named = out.suffix == ".safetensors" and not out.is_dir()
     named = named and (out.parent.is_dir() or not out.parent.exists())
     require(named, "--out", expected="a file name ending in .safetensors", got=place)

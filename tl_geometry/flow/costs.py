@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -21,8 +21,8 @@ from tl_geometry.base.errors import require
 from tl_geometry.base.tables import Table
 from tl_geometry.corpus.sources import as_tokens
 from tl_geometry.corpus.token_windows import TokensLike
-from tl_geometry.flow import ensemble as paths
 from tl_geometry.flow import maps
+from tl_geometry.flow.ensemble import SOURCE, Trajectories, require_fitting, shared_rows, too_few
 from tl_geometry.flow.pilots import Edit, Pilots, pilots
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
@@ -51,7 +51,7 @@ Job = tuple[Pair, str]
 def truncation_kl(
     model: ModelLike,
     tokens: TokensLike,
-    ensemble: paths.Trajectories,
+    ensemble: Trajectories,
     *,
     K: Sequence[int] | int | None = None,
     batch_size: int | None = None,
@@ -100,7 +100,7 @@ def truncation_kl(
     rows = as_tokens(view, tokens, prepend_bos=prepend_bos)
     require(len(rows) >= 2, "tokens", expected="at least two chunks", got=len(rows))
     states, aligned = range(1, view.n_layers + 1), ensemble.aligned_bases
-    paths.require_fitting(view, ensemble, states, rows.tokens)
+    require_fitting(view, ensemble, states, rows.tokens)
     default_grid = (*(k for k in GRID if k < aligned.rank), aligned.rank)
     given = default_grid if K is None else several(K)
     instead = "more trajectories, for more directions"
@@ -120,8 +120,8 @@ def truncation_kl(
             shown.update(len(own))
     # [column chunk K]
     found, apart, fitted = torch.cat(measured, dim=1), torch.cat(baseline), ensemble.tokens
-    shared = fitted is not None and bool(paths.shared_rows(rows.tokens, fitted).any())
-    few = paths.too_few(len(ensemble), view.d_model, "directions")
+    shared = fitted is not None and bool(shared_rows(rows.tokens, fitted).any())
+    few = too_few(len(ensemble), view.d_model, "directions")
     about = {
         "baseline_mean": float(apart.mean()),
         "baseline_median": float(apart.median()),
@@ -136,7 +136,7 @@ def truncation_kl(
     flags = ["chunks of the directions not known"] if fitted is None else []
     flags += ["directions fitted on the same chunks"] if shared else []
     flags += [f"{flag}: no K is claimed" for flag in few]
-    provenance = view.provenance(rows, window=(0, rows.length), sources=paths.SOURCE)
+    provenance = view.provenance(rows, window=(0, rows.length), sources=SOURCE)
     chance = "baseline_mean is the KL between unrelated outputs, those on consecutive chunks."
     return Table.of(table, provenance.flagged(*ensemble.provenance.flags, *flags), chance=chance)
 
@@ -177,7 +177,7 @@ def _projection(
 def skip_costs(
     model: ModelLike,
     tokens: TokensLike,
-    ensemble: paths.Trajectories,
+    ensemble: Trajectories,
     *,
     pairs: Sequence[Pair] | str | None = None,
     map_types: Sequence[str] = ("flow", "ridge", "identity", "mean"),
@@ -231,15 +231,15 @@ def skip_costs(
     expected = "at least 3 tokens (the last is a target)"
     require(rows.length >= 3, "tokens", expected=expected, got=rows.length)
     states = sorted({s for pair in chosen for s in pair})
-    paths.require_fitting(view, ensemble, states, rows.tokens)
+    require_fitting(view, ensemble, states, rows.tokens)
     same = torch.zeros(len(rows), dtype=torch.bool)
     if ensemble.tokens is not None:
-        same = paths.shared_rows(rows.tokens[:, :-1], ensemble.tokens)
-    count, flags = int(same.sum()), paths.too_few(len(ensemble), view.d_model, "maps")
-    expected, got = "chunks that maps are not fitted on", f"{count} that the ensemble holds too"
-    require(count < len(rows), "tokens", expected=expected, got=got, instead="other chunks")
-    if count:
-        flags += (f"{count} of {len(rows)} test chunks left out: maps are fitted on them",)
+        same = shared_rows(rows.tokens[:, :-1], ensemble.tokens)
+    held, flags = int(same.sum()), too_few(len(ensemble), view.d_model, "maps")
+    expected, got = "chunks that maps are not fitted on", f"{held} that the ensemble holds too"
+    require(held < len(rows), "tokens", expected=expected, got=got, instead="other chunks")
+    if held:
+        flags += (f"{held} of {len(rows)} test chunks left out: maps are fitted on them",)
         rows = rows[~same]
     jobs = [(pair, kind) for kind in types for pair in chosen]
     fitted = _fit(ensemble, jobs)
@@ -266,7 +266,7 @@ def skip_costs(
     if own_loss > NEAR_CHANCE * chance:
         text = f"the model's own loss, {own_loss:.2f} nats, is near chance ({chance:.2f})"
         flags += (f"{text}: is BOS missing?",)
-    provenance = view.provenance(rows, window=(0, rows.length), sources=paths.SOURCE)
+    provenance = view.provenance(rows, window=(0, rows.length), sources=SOURCE)
     null = "The map 'mean' forgets the state: what every other must beat."
     return Table.of(table, provenance.flagged(*flags), chance=null)
 
@@ -288,18 +288,17 @@ def _pairs(n_layers: int, pairs: Sequence[Pair] | str | None) -> list[Pair]:
     return sorted(chosen, key=lambda pair: (pair[1] - pair[0], pair))
 
 
-def _fit(ensemble: paths.Trajectories, jobs: list[Job]) -> dict[Job, maps.Map]:
+def _fit(ensemble: Trajectories, jobs: list[Job]) -> dict[Job, maps.Map]:
     """The map of every job, in float64 on the CPU, sorted by the state that it replaces."""
     fitted: dict[Job, maps.Map] = {}
-    starts: dict[int, maps.MapsFrom] = {}
     X = vars(ensemble)["X"].unbind(1)  # no copy
+    maps_from = cache(lambda i: maps.MapsFrom(X[i]))  # types of map share what depends on the start
     for (a, b), kind in sorted(jobs, key=lambda job: job[0][::-1]):
         i, j = (ensemble.states.index(state) for state in (a, b))
         if kind == "flow":
             fitted[(a, b), kind] = maps.flow_map(ensemble.aligned_bases, i, j)
         else:
-            start = starts[i] = starts.get(i) or maps.MapsFrom(X[i])
-            fitted[(a, b), kind] = start.to(X[j], kind)
+            fitted[(a, b), kind] = maps_from(i).to(X[j], kind)
     return fitted
 
 

@@ -62,10 +62,10 @@ class Trajectories(Guarded, Result):
         """Some of the trajectories, in the given order (for instance without the outliers)."""
         n = len(self)
         rows = torch.tensor([count(row, "rows", -n, n - 1) for row in several(rows)])
-        optional = {n: getattr(self, n) for n in ("tokens", "labels")}
-        chosen = {n: None if v is None else v[rows] for n, v in optional.items()}
-        provenance = replace(self.provenance, contexts=len(rows))
-        return replace(self, X=vars(self)["X"][rows], provenance=provenance, **chosen)
+        X, provenance = vars(self)["X"][rows], replace(self.provenance, contexts=len(rows))
+        tokens = None if self.tokens is None else self.tokens[rows]
+        labels = None if self.labels is None else self.labels[rows]
+        return replace(self, X=X, tokens=tokens, labels=labels, provenance=provenance)
 
     def split(self, share: float = 0.5, *, seed: int = 0) -> tuple[Trajectories, Trajectories]:
         """Two disjoint parts, the first with about ``share`` of the trajectories; with at least two
@@ -78,9 +78,9 @@ class Trajectories(Guarded, Result):
         documents = torch.arange(n) if self.labels is None else self.labels
         # one document is no whole that could be kept
         documents = documents if len(documents.unique()) > 1 else torch.arange(n)
-        order = documents.unique()
-        order = order[torch.randperm(len(order), generator=generator)]
-        sizes = torch.stack([(documents == document).sum() for document in order]).cumsum(0)
+        order, counts = documents.unique(return_counts=True)
+        shuffled = torch.randperm(len(order), generator=generator)
+        order, sizes = order[shuffled], counts[shuffled].cumsum(0)
         # neither part may be empty
         most = min(max(int((sizes <= share * n).sum()), 1), len(order) - 1)
         in_first = torch.isin(documents, order[:most])
@@ -297,11 +297,9 @@ def _nearest(rows: Float[Tensor, "trajectory d_model"], k: int) -> Int[Tensor, "
     return distances.topk(k, largest=False).indices
 
 
-def outliers(
-    X: Float[Tensor, "trajectory state d_model"], *, factor: float = 10.0
-) -> tuple[int, ...]:
+def outliers(X: Float[Tensor, "trajectory state d_model"]) -> tuple[int, ...]:
     """Rows of the trajectories whose norm r is far from the others' at some state:
-    ``|r - median(r)| > factor * 1.4826 * MAD(r)`` (Sarfati et al. 2025: factor 10). Nothing is
+    ``|r - median(r)| > 10 * 1.4826 * MAD(r)`` (the factor 10 of Sarfati et al. 2025). Nothing is
     dropped.
 
     Where the median absolute deviation (MAD) is 0, every norm other than the median is an outlier.
@@ -315,5 +313,5 @@ def outliers(
     r = torch.stack(norms, dim=1)
     # quantile: of an even count, torch.median takes the lower of the two middle values
     deviation = (r - r.quantile(0.5, dim=0)).abs()
-    far = (deviation > factor * MAD_TO_SD * deviation.quantile(0.5, dim=0)).any(1)
+    far = (deviation > 10 * MAD_TO_SD * deviation.quantile(0.5, dim=0)).any(1)
     return tuple(far.nonzero()[:, 0].tolist())

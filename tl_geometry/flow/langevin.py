@@ -36,13 +36,11 @@ from tl_geometry.base.errors import require
 from tl_geometry.base.guarded import Guarded
 from tl_geometry.base.results import Provenance, Result
 from tl_geometry.flow.ensemble import SOURCE, Trajectories
+from tl_geometry.flow.maps import NEGLIGIBLE
 from tl_geometry.flow.noise import NoiseLaw
 
 NODES, WEIGHTS = (torch.from_numpy(v) for v in np.polynomial.legendre.leggauss(16))
 """Nodes and weights of the 16-point Gauss-Legendre rule on [-1, 1], exact up to degree 31."""
-FLOOR = 1e-10
-"""Smaller singular values are raised to this share of the state's largest, so that their logarithm
-exists. The same share as in :func:`tl_geometry.flow.maps.inverse_values`."""
 TINY = torch.finfo(torch.float64).tiny
 """Smallest normal float64: what the values of a state of zeros are raised to."""
 
@@ -87,7 +85,9 @@ class LangevinModel(Guarded, Result):
         aligned, got = ensemble.aligned_bases, len(ensemble.states)
         times = torch.tensor(ensemble.states, dtype=torch.float64)
         require(got >= 2, "states", expected="at least two", got=got, instead="more states")
-        S = torch.maximum(aligned.S, FLOOR * aligned.S.amax(-1, keepdim=True)).clamp(min=TINY)
+        # raised, so that every stretch has a logarithm
+        least = NEGLIGIBLE * aligned.S.amax(-1, keepdim=True)
+        S = torch.maximum(aligned.S, least).clamp(min=TINY)
         raised = int((aligned.S < S).sum())
         about = ensemble.provenance.flagged(*[f"{raised} stretches clamped"] * bool(raised))
         return LangevinModel(

@@ -84,20 +84,20 @@ def fit_aligned_bases(
     return AlignedBases(U=U, S=S.gather(1, order))
 
 
-def inverse_values(
-    S: Float[Tensor, "*batch rank"], rtol: float = 1e-10
-) -> Float[Tensor, "*batch rank"]:
-    """``1 / S``, and 0 for singular values below ``rtol`` times the largest: maps drop those
-    directions.
+NEGLIGIBLE = 1e-10
+"""Share of a state's largest singular value below which states do not vary in a direction: far
+below the rounding of float32 states (1e-7), above that of float64, at which
+:func:`tl_geometry.base.linalg.numerical_rank` cuts."""
 
-    Directions in which the states do not vary are dropped; the rounding of float32 states, about
-    1e-7 of the largest, stays. ``rtol`` lies above the float64 rounding that
-    :func:`tl_geometry.base.linalg.numerical_rank` cuts at.
+
+def inverse_values(S: Float[Tensor, "*batch rank"]) -> Float[Tensor, "*batch rank"]:
+    """``1 / S``, and 0 for singular values below :data:`NEGLIGIBLE` times the largest: maps drop
+    those directions.
 
     >>> inverse_values(torch.tensor([2.0, 0.0])).tolist()
     [0.5, 0.0]
     """
-    large = S.amax(-1, keepdim=True) * rtol < S
+    large = S.amax(-1, keepdim=True) * NEGLIGIBLE < S
     return torch.where(large, 1 / torch.where(large, S, 1.0), 0.0)
 
 
@@ -145,9 +145,6 @@ def _continued(similarity: np.ndarray, method: str) -> list[int]:
 def top_directions(aligned: AlignedBases, row: int, K: int) -> Float[Tensor, "d_model rank"]:
     """The ``K`` directions of one state with the largest singular values, strongest first."""
     U, S = _bases(aligned)
-    index(row, len(S), "state row")
-    expected = f"1 to {aligned.rank} directions"
-    require(1 <= K <= aligned.rank, "K", expected=expected, got=K, instead="more trajectories")
     # aligned directions are not in the order of their singular values
     return U[row][:, S[row].argsort(descending=True, stable=True)[:K]]
 
@@ -215,7 +212,7 @@ class MapsFrom:
       (Golub, Heath & Wahba 1979): the fair baseline where trajectories are few;
     - ``"mean"``: the constant mean(after).
 
-    Raises ``GeometryError`` for states of different shapes or not finite.
+    Raises ``GeometryError`` for states that are not finite.
 
     >>> x = torch.randn(20, 3, generator=torch.Generator().manual_seed(0))
     >>> MapsFrom(x).to(x + 1, "shift")(torch.zeros(3)).round(decimals=4).tolist()
@@ -223,8 +220,6 @@ class MapsFrom:
     """
 
     def __init__(self, before: Float[Tensor, "trajectory d_model"]) -> None:
-        ok = isinstance(before, Tensor) and before.dim() == 2
-        require(ok, "states", expected="a tensor [trajectory d_model]", got=describe(before))
         self.x = finite(before.double(), "states before")
 
     @cached_property
@@ -261,8 +256,6 @@ class MapsFrom:
 
     def to(self, after: Float[Tensor, "trajectory d_model"], map_type: str) -> Map:
         """The map of a type to ``after``, states of the same trajectories."""
-        got = describe(after)
-        require(self.x.shape == after.shape, "states", expected=describe(self.x), got=got)
         choice(map_type, MAPS, "map_type")
         x, y = self.x, finite(after.double(), "states after")
         if map_type == "ridge":

@@ -225,9 +225,9 @@ def _least_absolute(
 
 
 @lru_cache
-def familywise_threshold(states: int, level: float = 0.05) -> float:
+def familywise_threshold(states: int) -> float:
     """The robust z-score that the largest of ``states`` Gaussian deviations exceeds with
-    probability ``level`` (from 20,000 seeded draws). The usual fixed limit of 3.5 flags some layer
+    probability 5% (from 20,000 seeded draws). The usual fixed limit of 3.5 flags some layer
     in 1 null run of 5 with 5 states, and in 1 of 13 with 23 states.
 
     >>> round(familywise_threshold(11), 1) > round(familywise_threshold(23), 1) > 3.5
@@ -238,7 +238,7 @@ def familywise_threshold(states: int, level: float = 0.05) -> float:
     deviations = (draws - draws.quantile(0.5, dim=1, keepdim=True)).abs()
     # a single state is its own median: 0 / 1e-300 is 0, but 0 / 0 would be NaN
     mad = deviations.quantile(0.5, dim=1).clamp(min=1e-300)
-    return float((deviations.amax(1) / (MAD_TO_SD * mad)).quantile(1 - level))
+    return float((deviations.amax(1) / (MAD_TO_SD * mad)).quantile(0.95))
 
 
 def layer_anomalies(

@@ -64,10 +64,8 @@ def separability(
     classes = np.repeat([1, 0], [len(a), len(b)])
     # one group for each trajectory
     groups = np.concatenate([np.arange(len(a)), np.arange(len(b))]) if paired else None
-    kind = "GroupShuffleSplit" if paired else "StratifiedShuffleSplit"
-    splitter = getattr(model_selection, kind)(
-        n_splits=repeats, test_size=test_share, random_state=seed
-    )
+    Splits = model_selection.GroupShuffleSplit if paired else model_selection.StratifiedShuffleSplit
+    splitter: Any = Splits(n_splits=repeats, test_size=test_share, random_state=seed)
     splits = list(splitter.split(points, classes, groups))
     learner: Any = linear_model.Perceptron(random_state=seed)
     if classifier == "svm":

@@ -13,8 +13,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from tl_geometry.base import checks
-from tl_geometry.base.checks import seeded
+from tl_geometry.base.checks import choice, count, seeded
 from tl_geometry.base.errors import fail
 from tl_geometry.base.intervals import FEWEST, FEWEST_GROUPS
 from tl_geometry.base.linalg import numerical_rank
@@ -45,14 +44,16 @@ class ContextState:
     """Measures of the context basis of one state, of the whole corpus and of a part of its
     contexts, and of nulls.
 
-    ``z`` are the documents of the contexts (``None`` without documents), ``chosen`` the contexts
-    whose similarities are averaged, ``rank`` the directions whose overlap is measured.
+    ``documents`` holds the document of each context (``None`` without documents), ``chosen`` the
+    contexts whose similarities are averaged, ``rank`` the number of directions whose overlap is
+    measured.
     """
 
     def __init__(
-        self, basis: PositionContext, row: int, means: Tensor, z: Tensor | None, rank: int
+        self, basis: PositionContext, row: int, means: Tensor, documents: Tensor | None, rank: int
     ) -> None:
-        self.basis, self.row, self.means, self.z, self.rank = basis, row, means, z, rank
+        self.basis, self.row, self.means = basis, row, means
+        self.documents, self.rank = documents, rank
         self.pos, self.ctx = basis.pos[row], means - basis.mean[row]
         most = min(basis.contexts, SIMILARITY_LIMIT)
         self.chosen = torch.linspace(0, basis.contexts - 1, most).long()
@@ -67,9 +68,10 @@ class ContextState:
             cosines = contextual.incoherence(pos, ctx[inside])._asdict()
             values = {f"incoherence_{name}": value for name, value in cosines.items()}
             values["overlap"] = contextual.subspace_overlap(pos, ctx[inside], self.rank)
-            if self.z is not None:
+            if self.documents is not None:
                 compared = self.chosen[inside[self.chosen]]
-                values |= contextual.cluster_similarity(ctx[compared], self.z[compared])._asdict()
+                of_compared = self.documents[compared]
+                values |= contextual.cluster_similarity(ctx[compared], of_compared)._asdict()
             per_set.append(values)
         return {name: torch.stack([v[name] for v in per_set]) for name in per_set[0]}
 
@@ -105,8 +107,7 @@ class ContextState:
         for null, cosines in by_null.items():
             # a maximum depends on how many contexts are compared
             for name in ("avg", "rms") if null == "exchanged" else ("max", "avg", "rms"):
-                value = torch.as_tensor(getattr(cosines, name), dtype=torch.float64)
-                found[f"incoherence_{name}", null] = value
+                found[f"incoherence_{name}", null] = getattr(cosines, name)
         ctx = self.ctx[self.chosen]
         drawn = [contextual.cluster_similarity(ctx, order[self.chosen]) for order in orders]
         for name in ("intra", "intra_reference") if drawn else ():
@@ -116,7 +117,7 @@ class ContextState:
     def _exchanged(self, draws: int, generator: torch.Generator) -> Tensor:
         """Context vectors [sample context d_model] of windows in which each position comes from
         another of the sampled contexts: states vary as before, but share no context."""
-        states = vars(self.basis)["sample_states"]  # which nulls() has asked for
+        states = vars(self.basis)["sample_states"]  # without a copy; nulls() knows that it is there
         window = slice(*self.basis.window)
         h = states[:, self.row, window].double() - self.pos - self.basis.mean[self.row]
         keys = torch.rand(draws, *h.shape[:2], generator=generator)
@@ -126,6 +127,7 @@ class ContextState:
 
 
 def _directions(rows: Tensor) -> int:
+    """How many directions rows have."""
     return int(numerical_rank(torch.linalg.svdvals(rows), rows.shape))
 
 
@@ -138,22 +140,22 @@ def context_states(
         instead = "decompose(..., keep_ctx=True)"
         fail("basis", expected="context vectors", got="a basis without", instead=instead)
     basis.require_identifiable("contextual_report")
-    rank = checks.count(rank, "rank")
-    z = label_ids(basis.labels if labels is None else labels, basis.contexts)[0]
-    z = z.long() if z is not None and len(z.unique()) >= 2 else None
+    rank = count(rank, "rank")
+    ids = label_ids(basis.labels if labels is None else labels, basis.contexts)[0]
+    documents = ids.long() if ids is not None and len(ids.unique()) >= 2 else None
     # all states use as many directions as each has; a state without any does not count
     bases = zip(basis.pos, means, basis.mean, strict=True)
     ranks = [min(map(_directions, (pos, ctx - mean))) for pos, ctx, mean in bases]
     # n centred rows have at most n - 1 directions
     most = min(basis.pos.shape[1] - 1, basis.contexts - 1, *(r for r in ranks if r > 0))
     used, flags = min(rank, most), []
-    if z is not None and basis.contexts > SIMILARITY_LIMIT:
+    if documents is not None and basis.contexts > SIMILARITY_LIMIT:
         flags.append(f"similarities from {SIMILARITY_LIMIT} contexts")
     if used < rank:
         flags.append(f"overlap of {used} of {rank} directions (some state has no more)")
-    if z is not None and not basis.has_second_moments:
+    if documents is not None and not basis.has_second_moments:
         flags.append("no second moments: no compactness")
-    return [ContextState(basis, row, x, z, used) for row, x in enumerate(means)], flags
+    return [ContextState(basis, row, x, documents, used) for row, x in enumerate(means)], flags
 
 
 def contextual_report(
@@ -219,21 +221,22 @@ def contextual_report(
     True
     """
     require_basis(basis)
-    draws = checks.count(draws, "draws")
+    draws = count(draws, "draws")
     states, flags = context_states(basis, labels=labels, rank=rank)
-    sets, halves, z = subsets(basis, jackknife=jackknife), reliability(basis.moments), states[0].z
-    generator = seeded(seed)
-    n_orders = draws if nulls and z is not None else 0
-    orders = [torch.randperm(basis.contexts, generator=generator) for _ in range(n_orders)]
-    shuffled = [] if z is None else [z[order] for order in orders]
+    sets, halves = subsets(basis, jackknife=jackknife), reliability(basis.moments)
+    documents, generator = states[0].documents, seeded(seed)
+    shuffled: list[Tensor] = []
+    if documents is not None and nulls:
+        orders = [torch.randperm(len(documents), generator=generator) for _ in range(draws)]
+        shuffled = [documents[order] for order in orders]
     per_state: list[tuple[Values, Nulls]] = []
     singular: list[int] = []
     for row, state in enumerate(states):
         values = state.over(sets.member[: sets.jackknife.stop])
         values["split_half"] = halves[row : row + 1]
         null_values = state.nulls(shuffled, draws, seed) if nulls else {}
-        if z is not None:
-            compact = state.compactness([z, *shuffled])
+        if documents is not None:
+            compact = state.compactness([documents, *shuffled])
             values |= {name: value[:1] for name, value in compact.items()}
             null_values |= {(n, "shuffled"): v[1:] for n, v in compact.items() if nulls}
             if basis.has_second_moments and bool(compact["compactness_cvec"].isnan().any()):
@@ -275,18 +278,14 @@ def learning_curve(basis: PositionContext, of: str = "position", **options: Any)
     [2, 4, 8, 16]
     """
     require_basis(basis)
-    checks.choice(of, tuple(MEASURES), "of")
+    choice(of, tuple(MEASURES), "of")
     states, flags = MEASURES[of](basis, **options)
     sets = subsets(basis)
-    first = sets.jackknife.stop
-    member = torch.cat([sets.member[:1], sets.member[first:]])
-    levels = [(n, slice(r.start - first + 1, r.stop - first + 1)) for n, r in sets.levels]
-    levels.append((basis.contexts, slice(0, 1)))
-    by_state = [state.over(member) for state in states]
+    levels = [*sets.levels, (basis.contexts, slice(0, 1))]  # row 0 is the whole basis
+    found = [state.over(sets.member[rows]) for _, rows in levels for state in states]
     contexts = torch.tensor([n for n, _ in levels]).repeat_interleave(len(basis.states))
     columns = {"contexts": contexts, "state": torch.tensor(basis.states).repeat(len(levels))}
-    for name in by_state[0]:
+    for name in found[0]:
         if name not in OF_ONE_BASIS:
-            means = [values[name][rows].mean() for _, rows in levels for values in by_state]
-            columns[name] = torch.stack(means)
+            columns[name] = torch.stack([values[name].mean() for values in found])
     return table_of(basis, columns, flags, "")

@@ -19,35 +19,8 @@ from torch import Tensor
 
 from tl_geometry.base.linalg import normalize_rows, numerical_rank, principal_angles, ratio, svd
 
-BLOCK = 1024
+AT_ONCE = 1024
 """Contexts whose cosines with all other rows exist at one time: bounds the memory."""
-
-
-class CosineBaseline(NamedTuple):
-    """Cosines of independent isotropic directions in d dimensions: mean |cos|, root mean square,
-    and the level that one pair in N exceeds on average."""
-
-    avg: float
-    rms: float
-    max: float
-
-
-def cosine_baseline(d_model: int, pairs: int = 1) -> CosineBaseline:
-    """What :func:`incoherence` gives for random directions:
-    ``E|cos| = G(d/2) / (sqrt(pi) G((d+1)/2))``, about sqrt(2 / (pi d)).
-
-    RMS is 1/sqrt(d). The maximum is the level that one of N independent pairs exceeds on average
-    (cos^2 is Beta(1/2, (d-1)/2)). Directions that share a low-dimensional subspace, or outlier
-    coordinates, have larger cosines although nothing relates them.
-
-    >>> [round(x, 4) for x in cosine_baseline(768, 127 * 256)]
-    [0.0288, 0.0361, 0.1497]
-    """
-    avg = math.exp(math.lgamma(d_model / 2) - math.lgamma((d_model + 1) / 2)) / math.sqrt(math.pi)
-    largest = 1.0
-    if d_model > 1:  # 1 - cos^2 is Beta((d-1)/2, 1/2)
-        largest = math.sqrt(1 - float(betaincinv((d_model - 1) / 2, 0.5, 1 / pairs)))
-    return CosineBaseline(avg, 1 / math.sqrt(d_model), largest)
 
 
 class Incoherence(NamedTuple):
@@ -57,6 +30,24 @@ class Incoherence(NamedTuple):
     max: Float[Tensor, "*batch"]
     avg: Float[Tensor, "*batch"]
     rms: Float[Tensor, "*batch"]
+
+
+def cosine_baseline(d_model: int, pairs: int) -> Incoherence:
+    """What :func:`incoherence` gives for ``pairs`` of independent isotropic directions in d
+    dimensions: ``E|cos| = G(d/2) / (sqrt(pi) G((d+1)/2))``, about sqrt(2 / (pi d)).
+
+    RMS is 1/sqrt(d). The maximum is the level that one of the pairs exceeds on average (cos^2 is
+    Beta(1/2, (d-1)/2)). Directions that share a low-dimensional subspace, or outlier coordinates,
+    have larger cosines although nothing relates them.
+
+    >>> [round(float(x), 4) for x in cosine_baseline(768, 127 * 256)]
+    [0.1497, 0.0288, 0.0361]
+    """
+    avg = math.exp(math.lgamma(d_model / 2) - math.lgamma((d_model + 1) / 2)) / math.sqrt(math.pi)
+    largest = 1.0
+    if d_model > 1:  # 1 - cos^2 is Beta((d-1)/2, 1/2)
+        largest = math.sqrt(1 - float(betaincinv((d_model - 1) / 2, 0.5, 1 / pairs)))
+    return Incoherence(*torch.tensor([largest, avg, 1 / math.sqrt(d_model)], dtype=torch.float64))
 
 
 def incoherence(
@@ -80,7 +71,7 @@ def incoherence(
     sums = torch.zeros(2, *pos.shape[:-2], dtype=pos.dtype, device=pos.device)
     largest = torch.zeros_like(sums[0])
     # block by block: cosines of all contexts with all positions never exist at once
-    for block in unit_ctx.split(BLOCK, dim=-2):
+    for block in unit_ctx.split(AT_ONCE, dim=-2):
         size = (unit_pos @ block.mT).abs()
         sums += torch.stack([values.sum((-2, -1)) for values in (size, size.square())])
         largest = torch.maximum(largest, size.amax((-2, -1)))
@@ -141,7 +132,7 @@ def cluster_similarity(
     member = torch.nn.functional.one_hot(labels.unique(return_inverse=True)[1]).to(unit)
     sums = torch.zeros(*unit.shape[:-2], *[member.shape[1]] * 2).to(unit)
     # block by block: cosines of all contexts with all others never exist at once
-    for block, block_member in zip(unit.split(BLOCK, dim=-2), member.split(BLOCK), strict=True):
+    for block, block_member in zip(unit.split(AT_ONCE, dim=-2), member.split(AT_ONCE), strict=True):
         sums += block_member.mT @ (block @ unit.mT).abs() @ member
     counts = einsum((~zero).to(unit), member, "... context, context label -> ... label")
     pairs = counts.unsqueeze(-1) * counts.unsqueeze(-2)

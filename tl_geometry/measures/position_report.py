@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tl_geometry.base import checks, linalg
-from tl_geometry.base.checks import seeded
+from tl_geometry.base import linalg
+from tl_geometry.base.checks import count, seeded
 from tl_geometry.base.intervals import FEWEST
 from tl_geometry.base.tables import Table
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
@@ -68,6 +68,7 @@ class PositionState:
         return values
 
     def __call__(self, pos: Float[Tensor, "sample position d_model"]) -> Values:
+        """All measures of some bases, in relative positions."""
         return self.spectral(_spectrum(pos)) | self.ordered(pos)
 
     def spectral(self, s: Float[Tensor, "sample rank"]) -> Values:
@@ -122,7 +123,7 @@ def position_states(
 ) -> tuple[list[PositionState], list[str]]:
     """What measures each state of a basis, and remarks."""
     basis.require_identifiable("positional_report")
-    k, frequencies = checks.count(k, "k"), checks.count(frequencies, "frequencies")
+    k, frequencies = count(k, "k"), count(frequencies, "frequencies")
     used = positional.usable_k(k, min(basis.pos.shape[1:]))
     flags = [f"rank bound k={used} of {k} (short window)"] if used < k else []
     flags += [] if basis.has_second_moments else ["no second moments: no relative norm"]
@@ -182,14 +183,13 @@ def positional_report(
     [[1.0, 0.98]]
     """
     require_basis(basis)
-    draws = checks.count(draws, "draws")
+    draws = count(draws, "draws")
     states, flags = position_states(basis, k=k, frequencies=frequencies)
     halves = reliability(basis.moments)
     pairs = zip(basis.states, halves.tolist(), strict=True)
-    unreliable = [state for state, cosine in pairs if cosine < LOW_RELIABILITY]
-    if unreliable:
-        noisy = f"split_half below {LOW_RELIABILITY} in states {spans(unreliable)}: mostly noise"
-        flags.append(noisy)
+    noisy = [state for state, cosine in pairs if cosine < LOW_RELIABILITY]
+    if noisy:
+        flags.append(f"split_half below {LOW_RELIABILITY} in states {spans(noisy)}: mostly noise")
     positions, d_model = basis.pos.shape[1:]
     generator = seeded(seed)
     orders = [torch.randperm(positions, generator=generator) for _ in range(draws)]

@@ -25,23 +25,22 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tl_geometry.base import checks
-from tl_geometry.base.checks import describe
+from tl_geometry.base.checks import describe, finite
 from tl_geometry.base.errors import require
 from tl_geometry.base.linalg import dct_matrix, normalize_rows, ratio
 
 
 def explained_ratio(
-    singular_values: Float[Tensor, "*batch rank"], r: int | Int[Tensor, "*batch"]
+    singular_values: Float[Tensor, "*batch rank"], r: Int[Tensor, "*batch"]
 ) -> Float[Tensor, "*batch"]:
     """Share of the r leading singular values, ``sum_(i<=r) s_i / sum s_i`` (not squared, as in the
     published code): in [0, 1], nondecreasing in r. NaN for zero.
 
-    >>> float(explained_ratio(torch.tensor([3.0, 1.0, 0.0]), 1))
+    >>> float(explained_ratio(torch.tensor([3.0, 1.0, 0.0]), torch.tensor(1)))
     0.75
     """
-    s, first = singular_values, torch.as_tensor(r, device=singular_values.device)
-    leading = torch.arange(s.shape[-1], device=s.device) < first.unsqueeze(-1)
+    s = singular_values
+    leading = torch.arange(s.shape[-1], device=s.device) < r.unsqueeze(-1)
     return ratio((s * leading).sum(-1), s.sum(-1))
 
 
@@ -221,13 +220,14 @@ def _pseudo_noise(s: Tensor, k: int) -> Tensor:
     return torch.cat([edge + a * (edge - s[..., 2 * k : 2 * k + 1]), s[..., k:]], dim=-1)
 
 
-def _psi(y: Tensor, f: Tensor, ratio: float) -> Tensor:
-    """Psi(y) = y D'(y) / D(y) for each y of the batch, f [*batch rank]."""
+def _psi(y: Tensor, f: Tensor, g: float) -> Tensor:
+    """Psi(y) = y D'(y) / D(y) for each y of the batch, f [*batch rank], g the ratio of the sides
+    (the names of the module's docstring)."""
     square, noise = y.square().unsqueeze(-1), f.square()
     phi = (y.unsqueeze(-1) / (square - noise)).mean(-1)
     slope = -((square + noise) / (square - noise).square()).mean(-1)
-    factor = ratio * phi + (1 - ratio) / y  # D = phi * factor
-    factor_slope = ratio * slope - (1 - ratio) / y.square()
+    factor = g * phi + (1 - g) / y  # D = phi * factor
+    factor_slope = g * slope - (1 - g) / y.square()
     return y * (slope * factor + phi * factor_slope) / (phi * factor)
 
 
@@ -259,19 +259,19 @@ def screenot(
     most, s = min(shape), singular_values.double()
     expected, got = f"{most} of a matrix of shape {shape}", describe(singular_values)
     require(s.shape[-1] == most, "singular_values", expected=expected, got=got)
-    noise = _pseudo_noise(checks.finite(s, "singular_values"), k)
+    noise = _pseudo_noise(finite(s, "singular_values"), k)
     edge = noise.amax(-1)
     # a zero matrix in the batch is searched with f = 1, and its threshold set to 0 afterwards
     scale = torch.where(edge > 0, edge, 1.0)
     scaled = torch.where(edge[..., None] > 0, noise / scale[..., None], 1.0)
-    ratio = most / max(shape)
+    sides = most / max(shape)
     low, high = torch.ones_like(edge), torch.full_like(edge, 2.0)
     # Psi increases with y: while it is below -4 at the upper end, that end doubles
-    while bool((below := _psi(high, scaled, ratio) < -4).any()):
+    while bool((below := _psi(high, scaled, sides) < -4).any()):
         low, high = torch.where(below, high, low), torch.where(below, 2 * high, high)
     while bool(((high - low) > 1e-12 * high).any()):
         middle = (low + high) / 2
-        below = _psi(middle, scaled, ratio) < -4
+        below = _psi(middle, scaled, sides) < -4
         low, high = torch.where(below, middle, low), torch.where(below, high, middle)
     threshold = torch.where(edge > 0, high * scale, 0.0)
     return RankEstimate((s > threshold[..., None]).sum(-1), threshold, k)

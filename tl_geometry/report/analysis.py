@@ -27,15 +27,17 @@ from tl_geometry.scores.sweep import sweep_heads
 
 LENGTH = 128
 """Tokens of a window where the user gives no length: a longer one costs more and shows the same."""
-FITTED, FEWEST = 128, 64
-"""Windows of the basis where the user gives no number: most, and for a large model or ``quick``."""
+FITTED, QUICK = 128, 64
+"""Windows of the basis where the user gives no number, and of a ``quick`` report. A large model
+takes three quarters of the first."""
 SWEPT = 32
 """Windows of the sweep, which the basis has not seen: as many as its intervals need."""
 GROUPED = 256
 """Fewest windows of which documents are kept apart: of fewer, groups of whole documents would be
 too small for intervals."""
 LARGE = 30_000_000
-"""Weights in the blocks above which windows are fewer: so SmolLM2-135M takes minutes."""
+"""Weights in the blocks above which a model is large, and windows are fewer: so SmolLM2-135M takes
+minutes."""
 KEPT = 32
 """Windows whose states are kept whole, for the null without a context."""
 COMPARED = 48
@@ -46,14 +48,18 @@ TESTED = 16
 """Most heads that are removed one by one: each costs a pass over the prompts."""
 PILOTS, PILOT = 192, 50
 """Most windows whose last token is followed through the blocks, and tokens of each."""
-SMALL: Mapping[str, Any] = {"second_moments": False, "progress": False}
+SMALL: Mapping[str, Any] = {"keep_ctx": False, "second_moments": False, "progress": False}
 """Options of a basis of which only shares of variance are read."""
+
+
+def is_large(view: ModelView) -> bool:
+    """Whether a model is one of which less is computed."""
+    return 12 * view.n_layers * view.d_model**2 > LARGE  # a block of width d has about 12 d^2
 
 
 def sizes(view: ModelView, *, quick: bool = False) -> tuple[int, int]:
     """How many windows a report takes, and their length, where the user does not say."""
-    weights = 12 * view.n_layers * view.d_model**2  # a block of width d has about 12 d^2
-    fitted = FEWEST if quick else FITTED * 3 // 4 if weights > LARGE else FITTED
+    fitted = QUICK if quick else FITTED * 3 // 4 if is_large(view) else FITTED
     return fitted + SWEPT, min(LENGTH, view.n_ctx)
 
 
@@ -100,7 +106,7 @@ class Analysis:
     @property
     def pilots(self) -> TokenWindows:
         """The windows whose last token is followed, evenly spaced."""
-        last, most = len(self.windows) - 1, PILOTS // 2 if self.large else PILOTS
+        last, most = len(self.windows) - 1, PILOTS // 2 if is_large(self.view) else PILOTS
         return _short(self.windows[torch.linspace(0, last, min(most, last + 1)).long()], PILOT)
 
     @property
@@ -108,18 +114,13 @@ class Analysis:
         """Windows that cost as much as a pass over the pilots."""
         return self.pilots.tokens.numel() / self.windows.length
 
-    @property
-    def large(self) -> bool:
-        """Whether the model is one of which less is computed."""
-        return sizes(self.view)[0] < FITTED + SWEPT
-
     @cached_property
-    def second(self) -> float:
-        """Seconds of a pass over one window, measured once, after a pass that warms up."""
+    def seconds_per_window(self) -> float:
+        """How long a pass over one window takes, measured once, after a pass that warms up."""
         rows, start = self.windows[:8], 0.0
         for _ in range(2):
             start = time.monotonic()
-            decompose(self.view, rows, keep_ctx=False, groups=1, **SMALL)
+            decompose(self.view, rows, groups=1, **SMALL)
         return (time.monotonic() - start) / len(rows)
 
     @cached_property
@@ -131,13 +132,13 @@ class Analysis:
     def spliced(self) -> PositionContext:
         """The basis of windows spliced from random places: the null of the context share."""
         rows = corpus.splice(self.fitted[:COMPARED], seed=self.seed)
-        return decompose(self.view, rows, keep_ctx=False, seed=self.seed, **SMALL)
+        return decompose(self.view, rows, seed=self.seed, **SMALL)
 
     @cached_property
     def untrained(self) -> PositionContext:
         """The basis of the same model with random weights: the null of the position share."""
         with models.reinitialized(self.model, seed=self.seed) as control:
-            return decompose(control, self.fitted[:COMPARED], keep_ctx=False, **SMALL)
+            return decompose(control, self.fitted[:COMPARED], **SMALL)
 
     @cached_property
     def sweep(self) -> Any:

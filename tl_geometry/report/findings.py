@@ -112,7 +112,7 @@ class Ask:
             return None
         rows: list[Row] = [dict(row) for row in table.to_dict("records")]
         rows = [row for row in rows if math.isfinite(self._gap(row))]
-        proven = [row for row in rows if self._trusted(row)]
+        proven = [row for row in rows if not self.evidence or float(row[self.evidence]) >= RELIABLE]
         if not rows:
             return None
         row = max(proven or rows, key=self._gap)
@@ -128,6 +128,7 @@ class Ask:
         return Finding(said=said, value=value, beside=beside, clear=clear, item=item)
 
     def _nulls(self, row: Row) -> list[float]:
+        """The values of the nulls."""
         return [float(row[name]) for name in self.nulls] or [0.0]
 
     def _gap(self, row: Row) -> float:
@@ -137,10 +138,8 @@ class Ask:
         smallest = min(self.side * gap if self.side else abs(gap) for gap in gaps)
         return smallest if all(map(math.isfinite, gaps)) else math.nan
 
-    def _trusted(self, row: Row) -> bool:
-        return not self.evidence or float(row[self.evidence]) >= RELIABLE
-
     def _samples(self, row: Row) -> float:
+        """How many samples the interval rests on."""
         return float(row.get(f"{self.value}_samples", row.get("samples", math.nan)))
 
     def _ends(self, row: Row) -> tuple[float, float]:

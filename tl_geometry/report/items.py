@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
@@ -24,9 +24,8 @@ from tl_geometry.report.analysis import COMPARED, PROMPTS, TESTED, Analysis
 from tl_geometry.report.findings import Ask, Shown
 from tl_geometry.scores.head_types import SEQUENCES
 from tl_geometry.scores.split import split_scores
+from tl_geometry.scores.terms import GROUPS
 
-GROUPS = ("position", "content", "token", "mixed")
-"""Groups of terms of a head's scores."""
 TYPES = ("previous", "induction")
 LOOKS = {
     "previous": "the token before",
@@ -95,10 +94,11 @@ class Section:
     items: tuple[Item, ...]
     slow: bool = False
 
-    def seconds(self, a: Analysis) -> float:
-        """About how long it takes, from the measured time of one pass."""
-        states = (a.view.n_layers + 1) * a.view.d_model / (5 * 128)
-        return sum(a.second * i.price(a) + states * i.more + DRAWN for i in self.items)
+
+def seconds(a: Analysis, items: Iterable[Item]) -> float:
+    """About how long items take, from the measured time of one pass."""
+    states = (a.view.n_layers + 1) * a.view.d_model / (5 * 128)
+    return sum(a.seconds_per_window * i.price(a) + states * i.more + DRAWN for i in items)
 
 
 def _named(a: Analysis, result: Any) -> pd.DataFrame:
@@ -178,16 +178,19 @@ def _removed(a: Analysis, effects: Any) -> pd.DataFrame:
     return frame.assign(samples=len(a.prompts), of=len(heads), why=why)
 
 
+def _strongest(a: Analysis) -> str:
+    """The head without which the loss rises most."""
+    return str(a.table("removal").nlargest(1, "change")["edit"].iloc[0])
+
+
 def _terms(a: Analysis) -> Any:
-    head = str(a.table("removal").nlargest(1, "change")["edit"].iloc[0])
-    edits = {g: interventions.term(a.model, a.basis, g, head) for g in GROUPS}
+    edits = {g: interventions.term(a.model, a.basis, g, _strongest(a)) for g in GROUPS}
     options: dict[str, Any] = {"control": "shrink", "seed": a.seed, "progress": False}
     return interventions.effects(a.model, a.prompts, edits, **options)
 
 
 def _without(a: Analysis, effects: Any) -> pd.DataFrame:
-    head = a.table("removal").nlargest(1, "change")["edit"].iloc[0]
-    return effects.df.assign(head=head, samples=len(a.prompts))
+    return effects.df.assign(head=_strongest(a), samples=len(a.prompts))
 
 
 def _example(a: Analysis) -> Any:
@@ -202,11 +205,7 @@ def _example(a: Analysis) -> Any:
     )
 
 
-def _shares(a: Analysis, split: Any) -> pd.DataFrame:
-    return split.shares().to_dataframe()
-
-
-def _page(a: Analysis, split: Any) -> Any:
+def _split(a: Analysis, split: Any) -> Any:
     return render.split(split, centered=True)
 
 
@@ -221,7 +220,7 @@ def _price_of_nulls(a: Analysis) -> int:
     return 2 * min(COMPARED, len(a.fitted))
 
 
-def _drawn(a: Analysis, anova: Any) -> Any:
+def _bars(a: Analysis, anova: Any) -> Any:
     return render.variance_shares(anova, control=a.untrained.anova())
 
 
@@ -338,14 +337,14 @@ SECTIONS = (
             Item("heads", lambda a: a.sweep, _heads, price=_price_of_heads, more=0.1),
             Item("removal", _removal, _removed, price=lambda a: TESTED * PROMPTS / 2, more=0.2),
             Item("terms", _terms, _without, price=lambda a: 9 * PROMPTS / 2, more=0.1),
-            Item("example", _example, _shares, (_page,), more=0.1),
+            Item("example", _example, lambda a, s: s.shares().to_dataframe(), (_split,), more=0.1),
         ),
     ),
     Section(
         "states",
         "Position and context",
         (
-            Item("variance", _variance, _beside_untrained, (_drawn, _spirals), _price_of_nulls),
+            Item("variance", _variance, _beside_untrained, (_bars, _spirals), _price_of_nulls),
             Item("massive", lambda a: a.basis.largest_tokens(), _massive, (), more=0.05),
             Item("position", lambda a: measures.positional_report(a.basis), _report, (_curves,)),
             Item("context", lambda a: measures.contextual_report(a.basis), _report, more=0.6),

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.resources import files
 from typing import Any
 
 import pandas as pd
@@ -108,7 +107,6 @@ def document(
     # first the head that does most and what it needs, then what excludes its null
     first = {"removal": 0, "terms": 1}
     found.sort(key=lambda finding: (first.get(finding.item, 2), not finding.clear))
-    style = files("tl_geometry.report") / "assets" / "report.css"
     return environment.get_template("page.html").render(
         view=a.view,
         windows=a.windows,
@@ -117,7 +115,6 @@ def document(
         parts=parts,
         coming=[section.title for section in coming],
         allowed=" ".join(dict.fromkeys(text for block in blocks for text in block.scripts)),
-        style=style.read_text(encoding="utf-8"),
         sources=[SOURCES[key] for key in WORKS],
         heading=heading,
         open=OPEN,

@@ -6,7 +6,6 @@ same hash alone; so a stopped report goes on where it was. Files are replaced at
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import re
@@ -26,7 +25,7 @@ from tl_geometry.models.model_like import ModelLike
 from tl_geometry.report import folder
 from tl_geometry.report.analysis import Analysis
 from tl_geometry.report.folder import PAGE, RECORD, WRITER, check_folder, record_of
-from tl_geometry.report.items import SECTIONS, Item, Section
+from tl_geometry.report.items import SECTIONS, Item, Section, seconds
 from tl_geometry.report.page import Block, Card, document
 
 
@@ -118,9 +117,9 @@ def _blocks(
 ) -> list[Block | Card]:
     """The items of a section, read or made."""
     done = {i.key for i in section.items if all(path.is_file() for path in _files(out, i))}
-    missing = tuple(item for item in section.items if item.key not in done)
-    seconds = dataclasses.replace(section, items=missing).seconds(a) if missing else 0
-    say(f"{section.title}: {f'about {max(1, round(seconds))} s' if missing else 'read'}")
+    missing = [item for item in section.items if item.key not in done]
+    time = f"about {max(1, round(seconds(a, missing)))} s" if missing else "read"
+    say(f"{section.title}: {time}")
     blocks: list[Block | Card] = []
     for item in section.items:
         make = _read if item.key in done else _made

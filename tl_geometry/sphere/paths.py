@@ -38,8 +38,6 @@ from tl_geometry.models.reader import as_view
 from tl_geometry.models.reconstruction import reconstruction_bound
 from tl_geometry.weights.vocabulary import VOCABULARY_CHUNK, embeddings, output_rows
 
-NORMS = ("LN", "RMS")
-
 
 class NormGeometry(NamedTuple):
     """Where a norm puts its inputs: see :func:`norm_geometry`. ``radius`` is ``|z|``, ``deficit``
@@ -67,7 +65,7 @@ def norm_geometry(
     >>> [round(r, 6) for r in g.radius.tolist()], g.degenerate.tolist()
     ([2.0, 0.0], [False, True])
     """
-    choice(norm_type, NORMS, "norm_type")
+    choice(norm_type, ("LN", "RMS"), "norm_type")
     require(eps >= 0, "eps", expected="a number of at least 0", got=eps)
     size = x.shape[-1]
     centred = remove_mean(x.double(), norm_type)
@@ -320,7 +318,7 @@ def token_paths(
 
 def _on_sphere(view: ModelView, states: Float[Tensor, "*batch d_model"]) -> Tensor:
     """States at unit length: axes describe directions, whatever the norm of a state."""
-    return torch.nn.functional.normalize(remove_mean(states.double(), view.norm), dim=-1)
+    return linalg.normalize_rows(remove_mean(states.double(), view.norm))[0]
 
 
 def _measured(view: ModelView, tokens: Tensor, vocabulary: Tensor) -> dict[str, Tensor]:
@@ -332,10 +330,13 @@ def _measured(view: ModelView, tokens: Tensor, vocabulary: Tensor) -> dict[str, 
         seen = view.activations(tokens, (*hooks, *view.mlp_hooks))
     except UnsupportedModelError:  # attention-only blocks have no MLP output
         seen = view.activations(tokens, hooks)
-    named = (view.state_hooks, view.attention_hooks, [x for x in view.mlp_hooks if x in seen])
-    of = [[seen[name].double() for name in names] for names in named]
-    h, attention = torch.stack(of[0], 2), torch.stack(of[1], 2)
-    mlp = torch.stack(of[2], 2) if of[2] else torch.zeros_like(attention)
+
+    def stacked(names: Sequence[str]) -> Tensor:
+        return torch.stack([seen[name].double() for name in names], 2)
+
+    h, attention = stacked(view.state_hooks), stacked(view.attention_hooks)
+    has_mlp = view.mlp_hooks[0] in seen
+    mlp = stacked(view.mlp_hooks) if has_mlp else torch.zeros_like(attention)
     before = h[:, :, :-1]
     error = (before + attention + mlp - h[:, :, 1:]).abs().max()
     # a norm after the block gives an error as large as a state, far above the rounding of a sum

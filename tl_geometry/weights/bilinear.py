@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from einops import einsum, rearrange, reduce
+from einops import einsum, rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_geometry.base import checks, linalg
+from tl_geometry.base import linalg
 from tl_geometry.models.norms import NormWeights, remove_mean
 from tl_geometry.models.parameters import HeadWeights
 
@@ -115,14 +115,14 @@ def rotated_block(
 def structure(
     factors: Factors,
     left: Float[Tensor, "... d_model row"],
-    right: Float[Tensor, "... d_model column"] | None = None,
+    right: Float[Tensor, "... d_model column"],
     *,
-    k: int = 20,
+    k: int,
 ) -> dict[str, Tensor]:
     """The diagonal of W and the rotated off-diagonal matrix ``Q^T W_o Q``, where Q is the basis
     completed to a square matrix, for all heads at once (Song & Zhong 2023, Fig. 5).
 
-    ``left`` and ``right`` (by default the same) hold orthonormal columns, strongest direction
+    ``left`` and ``right`` (one and the same for W_QK) hold orthonormal columns, strongest direction
     first. The first ``k`` span the subspace; all of them are shown in ``block = V^T W_o V``.
     ``std`` is the root mean square of all d^2 rotated entries, the same for every completion of the
     basis; ``threshold = sqrt(2 ln d^2) std`` is about the largest of d^2 Gaussian entries;
@@ -133,14 +133,12 @@ def structure(
 
     >>> g = torch.Generator().manual_seed(0)
     >>> V = torch.linalg.qr(torch.randn(30, 3, generator=g, dtype=torch.float64)).Q
-    >>> s = structure(Factors(V[None], V[None]), V, k=3)
+    >>> s = structure(Factors(V[None], V[None]), V, V, k=3)
     >>> round(float(s["concentration"]), 2), int(s["above_threshold"])
     (0.85, 3)
     """
-    right, size = left if right is None else right, left.shape[-2]
-    most = min(left.shape[-1], right.shape[-1])
-    k = checks.count(k, "k", most=most)
-    energy, block = factors.off_diagonal_energy, rotated_block(factors, left, right)
+    size, energy = left.shape[-2], factors.off_diagonal_energy
+    block = rotated_block(factors, left, right)
     std = energy.sqrt() / size  # a rotation keeps the sum of squares
     threshold = math.sqrt(2 * math.log(size**2)) * std
     inside = block[..., :k, :k]
@@ -209,10 +207,7 @@ def leading_directions(
     arbitrary. ``centered`` first removes each row's mean over d_model, as a LayerNorm does. Signs:
     the largest-magnitude coordinate is positive.
     """
-    rows = rows.double()
-    if centered:
-        rows = rows - reduce(rows, "row d_model -> row 1", "mean")
-    _, values, vectors = linalg.svd(rows)
+    _, values, vectors = linalg.svd(remove_mean(rows.double(), "LN" if centered else None))
     rank = int(linalg.numerical_rank(values, rows.shape))
     directions = vectors[:, : min(width, rank)]
     return torch.nn.functional.pad(directions, (0, width - directions.shape[-1])), values, rank

@@ -39,6 +39,7 @@ from tl_geometry.decomposition.resampling import noise_weights, window_means
 from tl_geometry.decomposition.variance import reliability
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.norms import remove_mean
 from tl_geometry.models.reader import as_view
 from tl_geometry.weights import bilinear
 from tl_geometry.weights.bilinear import Factors
@@ -50,13 +51,14 @@ DRAWS = 19
 NULLS = ("noise", "random")
 RANK, SHOWN = 20, 60
 """Largest dimension of the subspace, and directions of the block: those of Song & Zhong 2023."""
-MATRICES = ("diagonal", "block", "L", "delta")
+FIELDS = ("diagonal", "block", "L", "delta")
+"""Tensors of a :class:`WeightGeometry`."""
 NUMBERS = (
     *("k", "rank", "std", "threshold", "above_threshold"),
     *("concentration", "null", "lift", "excess", "noise_null", "noise_high", "p", "reliability"),
     *("r2_low_rank", "r2_diagonal", "r2_joint", "null_r2", "singular"),
 )
-"""Fields and columns of a :class:`WeightGeometry`."""
+"""Columns of a :class:`WeightGeometry`, behind layer and head."""
 NO_NULL = f"fewer than {FEWEST} contexts or {FEWEST_GROUPS} groups: no null of position"
 
 
@@ -152,7 +154,7 @@ def weight_geometry(
     few = basis.contexts < FEWEST or int((basis.group_counts > 0).sum()) < FEWEST_GROUPS
     signs = noise_weights(basis, 0 if few else draws, seed)
     # two states are held: the state that a layer writes to is the one that the next reads
-    subspace = lru_cache(2)(partial(_subspace, view, basis, signs, (width, most), centered, seed))
+    subspace = lru_cache(2)(partial(_subspace, view, basis, signs, width, most, centered, seed))
     trust = dict(zip(basis.states, reliability(basis.moments).tolist(), strict=True))
     by_layer: list[dict[str, Tensor]] = []
     for layer, factors in factors_of(view, chosen, matrix):
@@ -166,7 +168,7 @@ def weight_geometry(
     flags = [NO_NULL] if draws and few else []
     flags += ["singular: some diagonal cells not determined"] if columns["singular"].any() else []
     numbers = zip(*(columns[name].tolist() for name in NUMBERS), strict=True)
-    of_basis = ("corpus", "token_hash", "has_bos", "window", "contexts")
+    of_basis = ("corpus", "token_hash", "has_bos", "window", "contexts", "normalized")
     about: dict[str, Any] = {name: getattr(basis.provenance, name) for name in of_basis}
     about["flags"] = (*flags, *basis.flags())
     return WeightGeometry(
@@ -176,7 +178,7 @@ def weight_geometry(
         chance="null (random subspace) and noise_null (positions destroyed) of concentration",
         matrix=matrix,
         heads=heads,
-        **{name: columns[name] for name in MATRICES},
+        **{name: columns[name] for name in FIELDS},
     )
 
 
@@ -229,32 +231,32 @@ def _subspace(
     view: ModelView,
     basis: PositionContext,
     signs: Tensor,
-    sizes: tuple[int, int],
+    width: int,
+    k: int,
     centered: bool,
     seed: int,
     state: int,
 ) -> Subspace:
-    """The leading positional directions of a state, and those of each draw, at most ``sizes`` of
-    them.
+    """The ``width`` leading positional directions of a state, and the ``k`` leading ones of each
+    draw.
 
     ``signs`` split the corpus into halves, the same for all states, a row per draw
     (:func:`tl_geometry.decomposition.resampling.noise_weights`); ``centered`` removes means over
     d_model, as a LayerNorm does.
     """
-    width, k = sizes
     row = basis.index(state)
     pos = basis.pos[row]
     directions, _, rank = bilinear.leading_directions(pos, width, centered=centered)
     noise = window_means(basis, row, signs)
     # centred over positions, as the positional vectors are
     noise = noise - noise.mean(1, keepdim=True)
-    # a seed for each state: the null of a layer is the same whichever layers are asked for
+    # a seed for each state: the null of a layer is the same whichever layers are asked for. No
+    # model has a million states, so that no two seeds share a generator
     generator = torch.Generator().manual_seed(seed * 1_000_003 + state)
     size = (len(signs), pos.shape[1], k)
     normal = torch.randn(size, generator=generator, dtype=torch.float64)
     if centered:  # positional directions lie in the hyperplane of the norm too
-        noise = noise - noise.mean(2, keepdim=True)
-        normal = normal - normal.mean(1, keepdim=True)
+        noise, normal = remove_mean(noise), remove_mean(normal, axes=(1,))
     found = (directions, _leading(noise, k), torch.linalg.qr(normal).Q)
     return Subspace(rank, *(x.to(view.device) for x in found))
 
@@ -304,7 +306,7 @@ def familywise_p(
     with_data = torch.cat([values[:, None], draws], 1)
     mean_of_others = (with_data.sum(1, keepdim=True) - with_data) / n_draws
     # a head without a ratio (0 / 0) must not be the maximum
-    ratio = torch.nan_to_num(with_data / mean_of_others, nan=-torch.inf)
-    n_as_high = (ratio[:, 1:].amax(0) >= ratio[:, :1]).sum(1)
+    factors = torch.nan_to_num(with_data / mean_of_others, nan=-torch.inf)
+    n_as_high = (factors[:, 1:].amax(0) >= factors[:, :1]).sum(1)
     p = (1 + n_as_high).to(values) / (1 + n_draws)
     return torch.where(values.isnan(), torch.nan, p)

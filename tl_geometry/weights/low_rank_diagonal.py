@@ -89,7 +89,8 @@ def solve_diagonal(
     matrix = eye - (left @ left.mT) * (right @ right.mT)
     bound = 1 - (left.square().sum(-1) * right.square().sum(-1)).sqrt().amax(-1)
     if bool((bound > 1e-6).all()):  # a condition number of 1e6: float64 keeps ten digits
-        return torch.cholesky_solve(target, torch.linalg.cholesky(matrix)), bound < 0
+        solution = torch.cholesky_solve(target, torch.linalg.cholesky(matrix))
+        return solution, torch.zeros_like(bound, dtype=torch.bool)
     values, vectors = torch.linalg.eigh(matrix)
     determined = values > 1e-10  # smaller ones are rounding errors of the projectors
     inverse = torch.where(determined, 1 / torch.where(determined, values, 1.0), 0.0)

@@ -31,7 +31,7 @@ from tl_geometry.weights.readout import extremes
 from tl_geometry.weights.vocabulary import embeddings, normalized_rows, output_rows, said
 
 SOURCE = ("molina2023",)
-NO_NULL = "every vector has a nearest token, so that a readable list alone proves little"
+CHANCE = "every vector has a nearest token, so that a readable list alone proves little"
 EPS = 1e-5
 """Epsilon of the norm in the published table of distances."""
 
@@ -101,7 +101,7 @@ def noun_probe(
         provenance=view.provenance(sources=SOURCE, preset=preset, flags=flags),
         names=("layer", "head", "noun", "keys", "values", "norm", "key_ids", "value_ids"),
         cells=tuple(cells),
-        chance=NO_NULL,
+        chance=CHANCE,
     )
 
 
@@ -198,7 +198,7 @@ def bias_readout(
         provenance=view.provenance(sources=SOURCE, flags=() if view.head_trained else (untrained,)),
         names=("layer", "head", "bias", "length", "top", "bottom", "top_ids", "bottom_ids"),
         cells=tuple(sorted(cells, key=lambda row: row[:2])),  # by head, its biases in their order
-        chance=NO_NULL,
+        chance=CHANCE,
     )
 
 
@@ -247,16 +247,13 @@ def embedding_distance_table(model: ModelLike) -> Table:
     centred = rows - reduce(rows, "d_vocab d_model -> 1 d_model", "mean")
     matrices = {"original": rows, "centred": centred}
     matrices |= {"scaled": scale * rows, "centred, scaled": scale * centred}
-    cells: list[tuple[Any, ...]] = []
+    found: list[dict[str, Any]] = []
     for name, matrix in matrices.items():
         l2 = torch.linalg.vector_norm(matrix - target, dim=-1)
         cosine = 1 - torch.cosine_similarity(matrix, target, dim=-1)
-        numbers = (float(f) for x in (l2, cosine) for f in (x.mean(), x.std()))
-        cells.append((name, *numbers, mean_norm, view.d_model**0.5 - mean_norm))
-    numbers = ("l2_mean", "l2_sd", "cosine_distance_mean", "cosine_distance_sd")
-    return Table(
-        provenance=view.provenance(sources=SOURCE),
-        names=("matrix", *numbers, "mean_norm", "identity"),
-        cells=tuple(cells),
-        chance="l2_mean of the original is near identity wherever cosines are near 1",
-    )
+        row: dict[str, Any] = {"matrix": name}
+        for distance, values in {"l2": l2, "cosine_distance": cosine}.items():
+            row |= {f"{distance}_mean": float(values.mean()), f"{distance}_sd": float(values.std())}
+        found.append({**row, "mean_norm": mean_norm, "identity": view.d_model**0.5 - mean_norm})
+    chance = "l2_mean of the original is near identity wherever cosines are near 1"
+    return Table.of(found, view.provenance(sources=SOURCE), chance=chance)

@@ -75,8 +75,7 @@ def _read(svd: linalg.SVD, reads: Tensor, writes: Tensor, features: int, k: int)
     of the right vector scores at least as high as the best token of its negative (a tie keeps the
     sign).
     """
-    most = svd.S.shape[-1]
-    features = checks.count(features, "features", most=most)
+    features = checks.count(features, "features", most=svd.S.shape[-1])
     pattern = "head d_model rank -> (head rank) d_model"
     left, right = (
         extremes(rearrange(vectors[..., :features], pattern), tokens, k)

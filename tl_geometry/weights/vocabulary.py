@@ -19,8 +19,7 @@ from tl_geometry.weights import bilinear
 from tl_geometry.weights.bilinear import Factors
 
 ROWS = 256
-"""Unit vectors of the stream projected at a time, and tokens in one window of the vocabulary:
-bounds the memory of one pass."""
+"""Unit vectors of the stream, or tokens of the vocabulary, in one pass: bounds its memory."""
 VOCABULARY_CHUNK = 8192
 """Tokens read at a time: bounds the memory of float64 rows and of scores."""
 PROBE = 16
@@ -46,11 +45,8 @@ def embeddings(view: ModelView, *, centered: bool = True) -> Float[Tensor, "d_vo
         # four tokens show whether state 0 is the plain embedding
         first_states = _state_zero(view, torch.arange(min(4, len(rows)))[None])[0]
         if not torch.equal(first_states, rows[: len(first_states)].to(first_states)):
-            # windows of one length: the last is filled with the first tokens, which are cut off
-            width = min(ROWS, view.n_ctx)
-            ids = torch.arange(-(-len(rows) // width) * width) % len(rows)
-            windows = [_state_zero(view, window[None])[0] for window in ids.split(width)]
-            rows = torch.cat(windows)[: len(rows)]
+            windows = torch.arange(len(rows)).split(min(ROWS, view.n_ctx))
+            rows = torch.cat([_state_zero(view, window[None])[0] for window in windows])
     return remove_mean(rows, view.norm if centered else None)
 
 
@@ -125,10 +121,10 @@ def factors_of(
 
 def _alike(mapped: Factors, plain: Factors, probe: Tensor) -> bool:
     """Whether the layer's maps of random vectors are those of the plain weights."""
-    pairs = ((mapped.left, plain.left), (mapped.right, plain.right))
-    expected = [probe.to(factor) @ factor for _, factor in pairs]
-    # float32 maps round at about 1e-6; a rotation or another gain makes a far larger difference
-    return all(
-        float((found.to(x) - x).abs().max()) <= 1e-4 * float(x.abs().max())
-        for (found, _), x in zip(pairs, expected, strict=True)
-    )
+    for found, factor in ((mapped.left, plain.left), (mapped.right, plain.right)):
+        expected = probe.to(factor) @ factor
+        error = float((found.to(expected) - expected).abs().max())
+        # float32 maps round at about 1e-6; a rotation or another gain makes a far larger difference
+        if not error <= 1e-4 * float(expected.abs().max()):
+            return False
+    return True
