@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from datetime import date
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from benchmarks.harness import machine
 from tl_geometry.base.intervals import Interval
 
 
@@ -106,11 +108,13 @@ def lag_one(h: Tensor) -> float:
 
 def markdown(rows: Iterable[Outcome], report: Callable[[str], object]) -> str:
     """The table of ``benchmarks/calibration.md``; ``report`` receives each row when it is there."""
+    here = machine()
+    made = f"torch {here['torch']}, transformer-lens {here['transformer-lens']}, {date.today()}"
     lines = [
         "# Calibration of printed intervals and p-values",
         "",
-        "Made by `python -m benchmarks.calibration > benchmarks/calibration.md`. Each row "
-        "simulates an interval, a p-value or a null in its own setting, in which the truth is "
+        f"Made by `python -m benchmarks.calibration > benchmarks/calibration.md` ({made}). Each "
+        "row simulates an interval, a p-value or a null in its own setting, in which the truth is "
         "known. What is promised, each within three Monte-Carlo errors:",
         "",
         f"- a nominal 95% interval covers the truth in {COVERAGE.low:.0%} to {COVERAGE.high:.0%} "
