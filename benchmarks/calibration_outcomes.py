@@ -5,13 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from datetime import date
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from benchmarks.harness import machine
+from benchmarks.harness import made_on
 from tl_geometry.base.intervals import Interval
 
 
@@ -108,14 +107,12 @@ def lag_one(h: Tensor) -> float:
 
 def markdown(rows: Iterable[Outcome], report: Callable[[str], object]) -> str:
     """The table of ``benchmarks/calibration.md``; ``report`` receives each row when it is there."""
-    here = machine()
-    made = f"torch {here['torch']}, transformer-lens {here['transformer-lens']}, {date.today()}"
     lines = [
         "# Calibration of printed intervals and p-values",
         "",
-        f"Made by `python -m benchmarks.calibration > benchmarks/calibration.md` ({made}). Each "
-        "row simulates an interval, a p-value or a null in its own setting, in which the truth is "
-        "known. What is promised, each within three Monte-Carlo errors:",
+        "Made by `python -m benchmarks.calibration > benchmarks/calibration.md` "
+        f"({made_on()}). Each row simulates an interval, a p-value or a null in its own setting, "
+        "in which the truth is known. What is promised, each within three Monte-Carlo errors:",
         "",
         f"- a nominal 95% interval covers the truth in {COVERAGE.low:.0%} to {COVERAGE.high:.0%} "
         f"of the repeats, and for no single term in fewer than {SINGLE:.0%} ({SINGLE - 0.1:.0%} in "

@@ -14,14 +14,13 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import tl_geometry as tlg
-from benchmarks.harness import Row, machine
+from benchmarks.harness import Row, made_on
 from tl_geometry.base.intervals import Interval
 
 PAGE = Path(__file__).with_name("faithfulness.md")
@@ -188,12 +187,9 @@ pairs. The last column is the time of the ranking, in plain forward passes over 
 
 def page(found: list[Found], numbers: tuple[int, int]) -> str:
     """The page for the site."""
-    here = machine()
-    made = ", ".join(f"{name} {here[name]}" for name in ("cores", "torch", "transformer-lens"))
-    made += f", {date.today()}"
     heads = " | ".join(f"{100 * fraction:g}%" for fraction in FRACTIONS[:-1])
     lines = [
-        ABOUT.format(machine=made, ranked=numbers[0], judged=numbers[1]),
+        ABOUT.format(machine=made_on(), ranked=numbers[0], judged=numbers[1]),
         f"| task | edges by | {heads} | CPR | CMD | time |",
         f"|---|---|{'---:|' * (len(FRACTIONS) + 2)}",
     ]

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 
@@ -238,3 +239,10 @@ def show(rows: list[Row], *, as_json: bool = False) -> None:
             f"{row.note}".rstrip()
             + "\n"
         )
+
+
+def made_on() -> str:
+    """Machine, versions and day, for the page that a benchmark writes."""
+    here = machine()
+    names = ("cores", "torch", "transformer-lens")
+    return ", ".join([*(f"{name} {here[name]}" for name in names), str(date.today())])

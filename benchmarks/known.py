@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import mean
 
 from benchmarks import known_measures as measures
-from benchmarks.harness import Row
+from benchmarks.harness import Row, made_on
 from benchmarks.known_judging import Counts, Finding
 
 SEEDS = {"smoke": (0,), "cpu": (0, 1, 2), "gpu": (0, 1, 2)}
@@ -152,7 +152,7 @@ def page(rows: Sequence[Summary]) -> str:
     """What is judged and how, the table, and where the library loses."""
     judged = [row for row in rows if RIVAL not in row.measure]
     lost = [row for row in judged if row.lost]
-    counts = {"rows": len(judged), "right": len(judged) - len(lost)}
+    counts = {"rows": len(judged), "right": len(judged) - len(lost), "machine": made_on()}
     table = "\n".join([HEAD, *(row.cells() for row in by_measure(rows))])
     losses = "\n".join(f"- {row.measure}: {said(row)}" for row in by_measure(lost))
     return f"{INTRODUCTION.format(**counts)}\n{table}\n\n{LOSSES}\n{losses}\n"
@@ -168,8 +168,8 @@ def said(row: Summary) -> str:
 RIVAL = "(rival)"
 INTRODUCTION = """## What is found where the answer is known
 
-Made by `python -m benchmarks --only known`, on the models of `benchmarks.known_models`, each with
-learned positions (GPT-2) and rotary ones (Qwen2, Llama), and three seeds:
+Made by `python -m benchmarks --only known` ({machine}), on the models of `benchmarks.known_models`,
+each with learned positions (GPT-2) and rotary ones (Qwen2, Llama), and three seeds:
 
 - **heads**, **retrieval**: one layer, planted by hand: heads that attend by offset, position, token
   identity, attributes of tokens, evenly, and by two of these at once (the right label is then

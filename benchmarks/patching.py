@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch import Tensor
 
 import tl_geometry as tlg
 from benchmarks.circuits import METHODS, TASKS, pairs
-from benchmarks.harness import Row, machine
+from benchmarks.harness import Row, made_on
 
 PAGE = Path(__file__).with_name("patching.md")
 PAIRS = {"smoke": (2, 2), "cpu": (16, 16), "gpu": (48, 48)}
@@ -124,11 +123,7 @@ of that of patching.
 
 def page(found: list[Found], numbers: tuple[int, int]) -> str:
     """The page for the site."""
-    here = machine()
-    made = ", ".join(f"{name} {here[name]}" for name in ("cores", "torch", "transformer-lens"))
-    text = ABOUT.format(
-        machine=f"{made}, {date.today()}", scored=numbers[0], others=numbers[1], largest=LARGEST
-    )
+    text = ABOUT.format(machine=made_on(), scored=numbers[0], others=numbers[1], largest=LARGEST)
     patching = {each.task: each.seconds for each in found if each.method == "patching"}
     for each in found:
         if each.method != "patching":
