@@ -33,7 +33,7 @@ SMOKE = {"layers": 1, "width": 64, "length": 16, "heads": 1}
 SIZES: dict[str, dict[str, tuple[int, ...]]] = {
     "smoke": {"length": (32,), "contexts": (8,)},
     "cpu": {
-        "length": (64, 128, 256, 512, 1024, 2048, 4096, 8192),
+        "length": (64, 128, 256, 512, 1024, 2048, 4096),
         "layers": (1, 2, 4, 8),
         "heads": (1, 4, 8, 32),
         "width": (128, 256, 512, 1024),

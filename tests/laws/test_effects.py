@@ -19,6 +19,7 @@ from tl_geometry import interventions, zoo
 from tl_geometry.corpus import repeated_random_tokens
 
 QUIET: dict[str, Any] = {"progress": False}
+CONTROLS = ("shrink", "terms", "heads")
 IDS, OTHER = tokens(12, 9, seed=7), tokens(12, 9, seed=8)
 ANSWERS = [(5 + i, 40 - i) for i in range(12)]
 HEADS = [f"L{layer}H{head}" for layer in range(2) for head in range(4)]
@@ -224,6 +225,7 @@ def test_a_planted_head_is_found_and_its_path() -> None:
     one = {"L0H1": interventions.heads(planted, "L0H1", by="zero")}
     beside = run(one, control="heads", draws=6)
     assert beside.beyond("L0H1") is True
+    assert "more than its controls" in beside.sentence("L0H1")
     other = {"L1H1": interventions.heads(planted, "L1H1", by="zero")}
     assert run(other, control="heads", draws=6).beyond("L1H1") is False
 
@@ -231,29 +233,15 @@ def test_a_planted_head_is_found_and_its_path() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("which", ["embedded", pytest.param("smollm2", marks=pytest.mark.smollm2)])
 def test_the_strongest_induction_head_needs_content(which: str) -> None:
-    """The rule of SPEC, Version 2: its removal costs more than shrinking, other terms, and the same
-    at other heads. The twin: a head of position does not need content."""
-    decoder = getattr(zoo, which)()
-    fit = tlg.decompose(decoder, zoo.default_windows(decoder, 66, n=64), **QUIET)
-    random = repeated_random_tokens(
-        16, 4, 12, low=100, high=1900, bos_id=tlg.view(decoder).bos_id if which == "embedded" else 1
-    )
-    with torch.no_grad():
-        cache = decoder.run_with_cache(random)[1]
-    names = [f"blocks.{layer}.attn.hook_pattern" for layer in range(decoder.cfg.n_layers)]
-    types = tlg.scores.head_type_scores(torch.stack([cache[name] for name in names]), random)
-
-    def verdict(kind: str) -> Any:
-        best = int(types.scores[kind].argmax())
-        head = divmod(best, decoder.cfg.n_heads)
-        edits = {
-            "removing content": interventions.term(decoder, fit, "content", head),
-            "wrong content": interventions.term(decoder, fit, "content", head, how="swap"),
-        }
-        controls = ["shrink", "terms", "heads"]
-        return interventions.effects(decoder, random, edits, control=controls, draws=4)
-
-    found = verdict("induction")
-    assert found.beyond("removing content") is True, found
-    assert "more than its controls" in found.sentence("removing content")
-    assert verdict("previous").beyond("removing content") is False
+    """The rule of :func:`tl_geometry.effects`. The twin: a head of position does not need it."""
+    model = getattr(zoo, which)()
+    basis = tlg.decompose(model, zoo.default_windows(model, 66, n=64), **QUIET)
+    bos_id = model.tokenizer.bos_token_id
+    random = repeated_random_tokens(16, 4, 12, low=100, high=1900, bos_id=bos_id)
+    table = tlg.sweep_heads(model, random, basis, **QUIET)
+    for kind, needed in (("induction", True), ("previous", False)):
+        (head,) = table.top(kind, 1).heads
+        edit = {"removing content": interventions.term(model, basis, "content", head)}
+        found = tlg.effects(model, random, edit, control=CONTROLS, draws=4, **QUIET)
+        assert found.beyond("removing content") is needed, found
+        assert ("more than its controls" in found.sentence("removing content")) == needed

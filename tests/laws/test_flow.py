@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy.spatial
 import scipy.stats
 import torch
 from hypothesis import given, settings
@@ -163,7 +164,7 @@ def test_samples_have_the_moments_and_seeds_decide() -> None:
     assert not torch.equal(fitted.simulate(x, [2.0], seed=3), fitted.simulate(x, [2.0], seed=4))
     still, _ = langevin(alpha=0.0)
     assert torch.allclose(still.simulate(x, [1.0])[0, 0, 0], x[0])
-    for wrong in ([5.0], [3.0, 2.0], [1.5]):
+    for wrong in ([5.0], [3.0, 2.0], [1.5], []):
         with pytest.raises(GeometryError, match="times"):
             fitted.simulate(x, wrong)
 
@@ -204,10 +205,62 @@ def test_held_out_numbers_are_those_of_the_map_of_one_part_on_the_other() -> Non
         assert report.column("error_linear")[at] == pytest.approx(expected, rel=1e-6)
     in_sample = train.residuals()
     assert report.column("r2_in") == pytest.approx(in_sample.column("r2"))
+    assert flow.flow_report(paths(), seed=2).column("r2_in") != report.column("r2_in")
     assert {"error_ridge", "error_identity"} < set(report.names), "always beside"
     assert flow.fit_noise_law(report) == flow.fit_noise_law(in_sample)
     few = flow.flow_report(paths().pick(torch.arange(24)))
     assert any("fewer than the" in flag for flag in few.provenance.flags)
+
+
+def test_shapes_of_bundles_by_numpy() -> None:
+    ensembles = {f"{n}": flow.trajectories(model(), tokens(n, 9, n), **QUIET) for n in (60, 30)}
+    found = flow.compare_ensembles(ensembles, k=4).df.set_index("ensemble")
+    for name, followed in ensembles.items():
+        X, row, n = followed.X.double().numpy(), found.loc[name], len(followed)
+        steps = np.diff(X, axis=1)
+        sizes = np.linalg.norm(steps, axis=2)
+        straight = np.linalg.norm(X[:, -1] - X[:, 0], axis=1) / sizes.sum(1)
+        assert row.straightness == pytest.approx(straight.mean())
+        off = ~np.eye(n, dtype=bool)
+        unit = steps / sizes[..., None]
+        cosines = np.einsum("isd,jsd->sij", unit, unit)[:, off].mean(1)
+        assert row.parallel == pytest.approx(cosines.mean())
+        nearest = []
+        for state in X.transpose(1, 0, 2):
+            apart = scipy.spatial.distance.cdist(state, state) + 1e9 * np.eye(n)
+            nearest.append([set(order[:4]) for order in apart.argsort(1)])
+        pairs = itertools.pairwise(nearest)
+        kept = [len(a & b) / 4 for before, after in pairs for a, b in zip(before, after)]
+        assert row.neighbours == pytest.approx(np.mean(kept))
+        assert row.neighbours_chance == pytest.approx(4 / (n - 1))
+        energy = np.linalg.svd(X.transpose(1, 0, 2), compute_uv=False) ** 2
+        share = energy / energy.sum(1, keepdims=True)
+        spread = np.exp(scipy.stats.entropy(share, axis=1)).mean()
+        assert row.entropy_rank == pytest.approx(spread, rel=1e-6)
+        residuals = followed.residuals()
+        for measure in ("relative_error", "abs_kurtosis", "mean_over_sd"):
+            assert row[measure] == pytest.approx(np.mean(residuals.column(measure)))
+        for law in noise.LAWS:
+            fitted = flow.fit_noise_law(residuals, law=law)
+            assert (row[f"{law}_rate"], row[f"{law}_r2"]) == pytest.approx((fitted.rate, fitted.r2))
+
+
+def test_what_is_unusual_about_costs_is_said() -> None:
+    few, seen = paths().pick(torch.arange(24)), tokens(80, 9, 1)[:4]
+    for rows, of, held, claimed in (
+        (tokens(4, 9, 7), paths(), True, True),
+        (seen, paths(), False, True),
+        (tokens(4, 9, 7), few, True, False),
+    ):
+        curve = flow.truncation_kl(model(), rows, of, K=(3,), **QUIET)
+        assert (curve.column("held_out"), curve.column("claimed")) == ([held], [claimed])
+        rows = torch.cat([torch.cat([rows[:2], tokens(3, 9, 2)]), torch.zeros(5, 1).long()], 1)
+        skips = flow.skip_costs(model(), rows, of, pairs=[(0, 1)], **QUIET)
+        assert skips.column("test")[0] == (5 if held else 3)
+        said = " ".join((*curve.provenance.flags, *skips.provenance.flags))
+        assert ("same chunks" in said, "2 of 5 test chunks" in said) == (not held, not held)
+        assert ("24 trajectories, fewer than the 32" in said) == (not claimed)
+        assert "near chance" in said  # a random model knows nothing
 
 
 def test_classifiers_separate_what_is_separable_and_only_that() -> None:

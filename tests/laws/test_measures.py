@@ -18,7 +18,6 @@ from torch import Tensor
 import tl_geometry as tlg
 from benchmarks.calibration_measures import two_bases
 from tl_geometry import decompose_activations, measures, sphere
-from tl_geometry.base.errors import GeometryError
 from tl_geometry.decomposition import PositionContext, resampling
 from tl_geometry.measures.positional import screenot
 from tl_geometry.models.norms import remove_mean
@@ -115,8 +114,6 @@ def test_a_learning_curve_is_that_of_disjoint_blocks_and_ends_at_the_whole() -> 
     assert rough == sorted(rough, reverse=True)  # sampling noise falls with C
     context = learning(basis, "context", labels=torch.arange(32) % 3, rank=3)
     assert {"incoherence_avg", "overlap", "intra"} <= set(context.names)
-    with pytest.raises(GeometryError, match="of: expected one of 'position', 'context'"):
-        learning(basis, "both")
 
 
 def test_nulls_of_position_have_lost_the_effect_and_keep_their_laws() -> None:
@@ -173,6 +170,36 @@ def test_nulls_of_context_keep_coordinates_or_variance_and_lose_what_is_shared()
     assert "incoherence_avg_exchanged" not in few.names
 
 
+def flags_of(table: Any) -> str:
+    return " | ".join(table.provenance.flags)
+
+
+def test_what_is_unusual_about_a_basis_is_said() -> None:
+    h, labels = states(), torch.arange(32) % 3
+    noisy = torch.stack([h[0], gaussian(7, 32, POSITIONS + FIRST, D)])
+    plain = of_position(basis_of(h), k=4, **QUICK)
+    assert flags_of(plain) == flags_of(of_context(basis_of(h), labels, rank=3, **QUICK)) == ""
+    assert (numbers(plain, "blocks"), numbers(plain, "draws")) == ([0, 0], [0, 0])
+    assert numbers(of_position(basis_of(h), k=4, jackknife=False, draws=3), "draws") == [3, 3]
+    bare, flat = basis_of(h, second_moments=False), gaussian(3, 1, 12, 1, D).expand(-1, -1, 3, -1)
+    for word, found in {
+        "k=5 of 20": of_position(basis_of(h), **QUICK),
+        "states 1": of_position(basis_of(noisy), k=4, **QUICK),
+        "no relative norm": of_position(bare, k=4, **QUICK),
+        "overlap of 2 of 3": of_context(basis_of(h[:, :, :3]), rank=3, **QUICK),
+        "no compactness": of_context(bare, labels, rank=3, **QUICK),
+        "at states [0]": of_context(basis_of(flat), labels[:12], **QUICK),
+        "fewer than 32 contexts": of_context(basis_of(h[:, :31]), rank=3, nulls=False),
+        "fewer than 10 contexts": of_position(basis_of(h[:, :9]), k=4, nulls=False),
+    }.items():
+        assert word in flags_of(found)
+        assert "0" not in flags_of(found).partition("states 1")[2][:3]
+        for name in (name for name in found.names if name.endswith("_se")):
+            assert all(map(math.isnan, numbers(found, name)))
+    enough = of_context(basis_of(h), rank=3, nulls=False)
+    assert not any(map(math.isnan, numbers(enough, "overlap_se")))
+
+
 def test_comparison_by_scipy_and_of_a_basis_with_its_rotation() -> None:
     other = states(seed=3) @ (torch.eye(D).double() + 0.3 * gaussian(6, D, D))
     basis, second = basis_of(states()), basis_of(other)
@@ -191,10 +218,6 @@ def test_comparison_by_scipy_and_of_a_basis_with_its_rotation() -> None:
     turned = compare(basis, basis_of(3 * states() @ Q), rank=3).df
     assert turned["procrustes"].tolist() == pytest.approx([1, 1])
     assert (turned["angle_max"] > 0.2).all()
-    with pytest.raises(GeometryError, match="b: expected bases of one kind"):
-        compare(basis, basis_of(states()[..., :5]))
-    with pytest.raises(GeometryError, match=r"^rank: "):
-        compare(basis, second, rank=13)
 
 
 def test_one_population_is_within_the_floors_and_noise_has_none() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import tl_geometry as tlg
 from tests.lib.models import HAS_HOOKED, bridge_of, hf_model, hooked_of, tokens
@@ -39,22 +38,6 @@ def test_the_fingerprint_is_of_what_acts(model_class: str) -> None:
     if model_class == "bridge":
         model.original_model.config.rope_theta = 77.0
         assert tlg.view(model).fingerprint != digits
-
-
-def test_rotary_frequencies_and_activations_are_part_of_the_fingerprint() -> None:
-    model = fresh("bridge", "llama")
-    basis = tlg.decompose(model, tokens(8, 10), progress=False)
-    tlg.split_scores(model, tokens(2, 6), basis)
-    frequencies = next(b for n, b in model.original_model.named_buffers() if n.endswith("inv_freq"))
-    frequencies.mul_(1.1)
-    with pytest.raises(tlg.GeometryError):
-        tlg.split_scores(model, tokens(2, 6), basis)
-    frequencies.div_(1.1)
-    mlp = model.original_model.model.layers[0].mlp
-    mlp = getattr(mlp, "original_component", mlp)
-    mlp.act_fn = nn.GELU()
-    with pytest.raises(tlg.GeometryError):
-        tlg.split_scores(model, tokens(2, 6), basis)
 
 
 @pytest.mark.parametrize("how", ["init", "shuffle"])

@@ -23,7 +23,7 @@ import tl_geometry as tlg
 from tl_geometry.report import build
 from tl_geometry.report.findings import Ask, Finding
 from tl_geometry.report.folder import SECTIONS as KEYS
-from tl_geometry.report.items import SECTIONS, words
+from tl_geometry.report.items import GROUPS, SECTIONS, words
 
 HOSTILE = "<img src=x onerror=window.planted=1>\u202e.txt"
 Made = tuple[Path, list[str], dict[str, Any]]
@@ -107,6 +107,71 @@ def test_the_head_that_does_most_is_the_one_whose_removal_costs_most_by_hand(
     table = pd.read_csv(made[0] / "removal.csv").set_index("edit")["change"]
     assert table.to_dict() == pytest.approx(costs, abs=1e-3)
     assert max(costs, key=lambda name: costs[name]) in findings(made[0])[0]
+
+
+@pytest.mark.slow
+def test_tables_hold_what_their_questions_need(
+    made: Made, model: Any, windows: tlg.TokenWindows
+) -> None:
+    of = lambda key: pd.read_csv(made[0] / f"{key}.csv")
+    removal, heads, skips = of("removal"), of("heads").set_index("name"), of("skips")
+    others = (removal.change.sum() - removal.change) / (len(removal) - 1)
+    assert np.allclose(removal.others, others)
+    assert np.allclose(removal.excess, removal.change - others)
+    assert set(removal.samples) == set(of("terms").samples) == {12}
+    assert set(removal.of) == {len(heads)} == {16}
+    assert set(of("terms")["head"]) == {removal.edit[removal.change.idxmax()]}
+    shares = heads[[f"cs_{group}_corrected" for group in ("position", "token", "mixed")]]
+    assert np.allclose(heads.rival, shares.max(axis=1))
+    for group in ("position", "content"):
+        agree = (heads.group_by_cs == group) & (heads.group_by_gs == group)
+        assert list(heads[f"{group}_first"]) == list(agree.astype(float))
+    looks = heads[["previous", "induction", "same", "duplicate"]].max(axis=1)
+    for name, why in zip(removal.edit, removal.why, strict=True):
+        assert ("repeated random tokens" in why) == (looks[name] > 0.3), why
+        assert ("No group" in why) == (heads.dominant_group[name] not in GROUPS), why
+    forgotten = skips[skips.map_type == "mean"].set_index(["from_layer", "to_layer"])
+    for _, row in skips.iterrows():
+        null = forgotten.loc[(row.from_layer, row.to_layer)]
+        assert row.saved == pytest.approx(null.kl - row.kl)
+        assert row.saved_se == pytest.approx(np.hypot(row.kl_se, null.kl_se))
+        single = row.to_layer - row.from_layer == 1 and row.map_type != "mean"
+        assert (row.single, row.samples) == (single, row.test)
+    curve, massive = of("truncation"), of("massive")
+    assert (curve.few == ((curve.K <= 64) & curve.claimed)).all()
+    assert np.allclose(curve.allowed, curve.baseline_mean / 10)
+    assert np.allclose(massive.ratio, massive.norm / massive.rms)
+    assert (massive.groupby("state").norm.count() == 3).all()
+    assert list(of("ensembles").ensemble) == ["text", "gibberish", "random weights"]
+    plain, variance = dataclasses.replace(windows[:48], labels=None), of("variance")
+    with tlg.models.reinitialized(model, seed=0) as control:
+        untrained = tlg.decompose(control, plain, progress=False).anova().to_dataframe()
+    assert np.allclose(variance.pos_untrained, untrained.pos_corrected, rtol=1e-4)
+    assert set(variance.samples) == {8}
+
+
+def test_a_report_is_unfinished_until_it_is_and_read_where_it_is_the_same(
+    model: Any, tmp_path: Path
+) -> None:
+    rows, seen = tlg.zoo.default_windows(model, 16, n=12), list[Any]()
+    record = lambda: json.loads((tmp_path / "report.json").read_text())
+    look = lambda line: seen.append((record()["finished"], line))
+    make = lambda **o: build(model, rows, tmp_path, sections=["overview"], **o)
+    first = make(say=look, command=["a", "b"])
+    assert [done for done, _ in seen] == [False]
+    assert record() == first
+    assert (first["finished"], first["command"], first["seed"]) == (True, ["a", "b"], 0)
+    table = tmp_path / "overview.csv"
+    facts = lambda: dict(pd.read_csv(table).to_numpy().tolist())
+    assert (facts()["seed"], facts()["first token"]) == ("0", "BOS")
+    assert facts()["kept from the basis"].startswith("4 windows")
+    changed = table.read_text().replace("BOS", "mine")
+    for options, kept in (({}, True), ({"fresh": True}, False)):
+        table.write_text(changed)
+        assert make(**options)["hash"] == first["hash"]
+        assert ("mine" in table.read_text()) == kept
+    assert make(seed=1, force=True)["hash"] != first["hash"]
+    assert facts()["seed"] == "1"
 
 
 @pytest.mark.slow

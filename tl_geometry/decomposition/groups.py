@@ -6,8 +6,7 @@ A jackknife leaves out groups. Windows of one document resemble each other, so a
 inside a document leaves a part of that document in, and intervals come out too narrow. With 4
 documents of 8 windows and single groups left out, nominal 95% intervals of the context share cover
 0.72 with 8 equal groups and 0.95 with the documents as groups. Blocks of at least 8 contexts
-(:data:`BLOCK`) mend this case, but not longer documents
-(``tests/laws/test_decomposition.py`` has 4 of 16 windows).
+(:data:`BLOCK`) mend this case, but not longer documents.
 """
 
 from __future__ import annotations

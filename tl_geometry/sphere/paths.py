@@ -106,6 +106,8 @@ def path_geometry(
     >>> round(float(p.length / p.net), 3)
     2.0
     """
+    known = norm_type in ("LN", "RMS", None)
+    require(known, "norm_type", expected="'LN', 'RMS' or None", got=repr(norm_type))
     require(points.shape[-2] >= 2, "points", expected="at least two states", got=describe(points))
     centred = remove_mean(points.double(), norm_type)
     steps = linalg.angle(centred[..., :-1, :], centred[..., 1:, :])

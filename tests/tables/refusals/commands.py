@@ -37,6 +37,8 @@ COMMANDS = (
     _with("a shard beyond the last", fit("--shard", "3/2"), "shard"),
     _with("a batch of none", fit("--batch-size", "0"), "batch"),
     _with("a seed below zero", fit("--seed", "-1"), "seed"),
+    _with("a seed of a report below zero", ("report", "--seed", "-1"), "seed"),
+    _with("a file twice", (*FIT, "--corpus", "a.txt"), "corpus"),
     _with("a corpus that is not there", ("fit", "--corpus", "no.txt"), "no.txt"),
     _with("a corpus that is a folder", ("fit", "--corpus", "."), "corpus"),
     _with("an empty corpus", FIT, "text|empty", {"a.txt": b""}),

@@ -83,17 +83,6 @@ GROUPS = (
         },
     ),
     Group(
-        name="BOS of ids",
-        call=lambda s, prepend_bos=None: tlg.decompose(
-            s.model, s.w.corpus, prepend_bos=prepend_bos, progress=False
-        ),
-        right={"as they are": {}, "not to be added": {"prepend_bos": False}},
-        wrong={
-            "to be added": ({"prepend_bos": True}, "prepend_bos"),
-            "in words": ({"prepend_bos": "no"}, "prepend_bos"),
-        },
-    ),
-    Group(
         name="windows",
         call=windows,
         holds=lambda s, found: found.tokens.shape[1] == 8 and bool(found.has_bos),

@@ -35,10 +35,6 @@ def loaded(s: Scene, path: Any) -> Any:
     return tlg.PositionContext.load(path)
 
 
-def saved(s: Scene, path: Any) -> Any:
-    return s.w.basis.save(path)
-
-
 GROUPS = (
     Group(
         name="settings of decompose",
@@ -164,18 +160,6 @@ GROUPS = (
                 {"path": lambda s: s.w.sweep.save(s.folder / "t.safetensors")},
                 "safetensors",
             ),
-        },
-    ),
-    Group(
-        name="a file that is written",
-        call=saved,
-        of="path",
-        about=".",
-        right={"a path": lambda s: s.folder / "b.safetensors"},
-        wrong={
-            "a folder": lambda s: s.folder,
-            "below a file": lambda s: s.path("plain") / "b.safetensors",
-            "a name of 300 letters": lambda s: s.folder / ("a" * 300),
         },
     ),
 )

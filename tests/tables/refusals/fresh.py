@@ -55,15 +55,15 @@ def _padding() -> Iterator[Row]:
         sides = {"the right": {"right": 3}, "the left": {"left": 3}, "one at the end": {"right": 1}}
         for side, how in sides.items():
             yield Row(
-                name=f"1 padding that is EOS, {side}: {name}",
-                call=lambda s, use=use, how=how: use(s, padded(s, **how)),
-                what="tokens|prompts|padding",
+                f"1 padding that is EOS, {side}: {name}",
+                lambda s, use=use, how=how: use(s, padded(s, **how)),
+                "tokens|prompts|padding",
                 holds=mentions("pad"),
                 either=True,
             )
         yield Row(
-            name=f"1 no padding: {name}",
-            call=lambda s, use=use: use(s, s.ids),
+            f"1 no padding: {name}",
+            lambda s, use=use: use(s, s.ids),
             holds=lambda s, found: "pad" not in flags(found).lower(),
         )
 
@@ -182,12 +182,10 @@ def capped(s: Scene) -> Any:
         return world("gemma2").graph
 
 
-def collated(s: Scene, keep: bool) -> Any:
+def collated(s: Scene) -> Any:
     """A loader over lists of ids: the default of torch puts positions first."""
     rows: Any = [{"input_ids": row.tolist()} for row in s.w.corpus]
-    as_rows = lambda batch: torch.tensor([row["input_ids"] for row in batch])
-    how: dict[str, Any] = {"collate_fn": as_rows} if keep else {}
-    return torch.utils.data.DataLoader(rows, 8, generator=torch.Generator(), **how)
+    return torch.utils.data.DataLoader(rows, 8, generator=torch.Generator())
 
 
 def labels_differ(s: Scene, found: Any) -> bool:
@@ -202,21 +200,6 @@ def labels(s: Scene) -> Any:
     return ids[0].tolist(), list(split.str_tokens)
 
 
-def latex_of(s: Scene, text: str) -> list[str]:
-    """The cells of tokens in LaTeX."""
-    ids = s.model.to_tokens(text, prepend_bos=True)
-    table = tlg.trace_logit(s.model, ids, 5, keep=0.3).tokens()
-    lines = [line for line in table.to_latex().splitlines() if line.endswith(r"\\")]
-    at = list(table.to_dataframe()).index("token")
-    return [line.removesuffix(r"\\").split("&")[at].strip() for line in lines[1:]]
-
-
-def packed(s: Scene) -> torch.Tensor:
-    ids = s.ids.clone()
-    ids[:, 9] = s.model.tokenizer.bos_token_id
-    return ids
-
-
 def wide(s: Scene) -> Any:
     """A model with a larger vocabulary than its tokenizer's."""
     return with_text(vocab_size=80)
@@ -226,120 +209,70 @@ ROWS: tuple[Row, ...] = (
     *_padding(),
     *(
         Row(
-            name=f"2 {architecture} in training mode, without a dropout module",
-            call=lambda s, a=architecture: trained(a, True),
-            what=".",
+            f"2 {architecture} in training mode, without a dropout module",
+            lambda s, a=architecture: trained(a, True),
+            ".",
         )
         for architecture in DROPOUTS
     ),
     *(
-        Row(
-            name=f"2 {architecture} in evaluation mode",
-            call=lambda s, a=architecture: trained(a, False),
-        )
+        Row(f"2 {architecture} in evaluation mode", lambda s, a=architecture: trained(a, False))
         for architecture in DROPOUTS
     ),
     *(
-        Row(
-            name=f"3 products of medium precision: {name}",
-            call=lowered(call),
-            what=".",
-        )
+        Row(f"3 products of medium precision: {name}", lowered(call), ".")
         for name, call in PASSES.items()
     ),
-    *(Row(name=f"3 products of full precision: {n}", call=call) for n, call in PASSES.items()),
+    *(Row(f"3 products of full precision: {n}", call) for n, call in PASSES.items()),
     *(
-        Row(
-            name=f"4, 23 after the basis, other {how}",
-            call=changed(how),
-            what="basis",
-        )
+        Row(f"4, 23 after the basis, other {how}", changed(how), "basis")
         for how in (
             *("rotary frequencies", "activation", "routing"),
             *("scale of embeddings", "parallel blocks"),
         )
     ),
-    *(Row(name=f"4, 23 after the basis, {how}", call=changed(how)) for how in SAME),
+    *(Row(f"4, 23 after the basis, {how}", changed(how)) for how in SAME),
+    Row("4 a view made before the BOS token", seen_before, holds=lambda s, found: found),
+    Row("5 a mean of heads after cached keys", lambda s: generated(s, True), "."),
+    Row("5 a mean of heads in whole passes", lambda s: generated(s, False)),
     Row(
-        name="4 a view made before the BOS token",
-        call=seen_before,
-        holds=lambda s, found: found,
-    ),
-    Row(
-        name="5 a mean of heads after cached keys",
-        call=lambda s: generated(s, True),
-        what=".",
-    ),
-    Row(name="5 a mean of heads in whole passes", call=lambda s: generated(s, False)),
-    Row(
-        name="6 a template that begins with BOS",
-        call=lambda s: templated(s, s.model.tokenizer.bos_token),
+        "6 a template that begins with BOS",
+        lambda s: templated(s, s.model.tokenizer.bos_token),
         holds=begins_with_bos,
     ),
     Row(
-        name="7 what a tokenizer returns",
-        call=lambda s: tlg.decompose(s.model, {"input_ids": s.ids}, **QUIET),
-        what="tokens",
-    ),
-    Row(name="7 ids alone", call=lambda s: tlg.decompose(s.model, s.ids, **QUIET)),
-    Row(
-        name="8 a graph of a logit before its cap",
-        call=capped,
+        "8 a graph of a logit before its cap",
+        capped,
         holds=lambda s, graph: "cap" in f"{graph} {flags(graph)}".lower(),
     ),
     Row(
-        name="9 a metric whose gradient is NaN",
-        call=lambda s: tlg.edge_scores(
+        "9 a metric whose gradient is NaN",
+        lambda s: tlg.edge_scores(
             s.model,
             s.ids,
             counterfactual=s.w.other,
             metric=lambda logits: (0 * logits[:, -1, 5]).sqrt(),
             method="gradient",
         ),
-        what="metric",
+        "metric",
     ),
     Row(
-        name="10 a loader that puts positions first",
-        call=lambda s: tlg.decompose(s.model, collated(s, False), **QUIET),
-        what="tokens",
+        "10 a loader that puts positions first",
+        lambda s: tlg.decompose(s.model, collated(s), **QUIET),
+        "tokens",
     ),
+    Row("12 labels of half characters", labels, holds=labels_differ),
     Row(
-        name="10 a loader that puts rows first",
-        call=lambda s: tlg.decompose(s.model, collated(s, True), **QUIET),
-        holds=lambda s, found: found.contexts == len(s.w.corpus),
-    ),
-    Row(name="12 labels of half characters", call=labels, holds=labels_differ),
-    Row(
-        name="12 line ends in LaTeX",
-        call=lambda s: latex_of(s, "x\n\ty"),
-        holds=lambda s, cells: all(cells),
-    ),
-    Row(
-        name="13 BOS inside a row",
-        call=lambda s: tlg.decompose(s.model, packed(s), **QUIET),
-        what="tokens",
-        holds=mentions("bos"),
-        either=True,
-    ),
-    Row(
-        name="13 a tokenizer that adds BOS by default",
-        call=lambda s: tlg.windows(with_bos(), "w5 w6 w7 w8 " * 9, 6, prepend_bos=False),
-        what="prepend_bos|texts",
+        "13 a tokenizer that adds BOS by default",
+        lambda s: tlg.windows(with_bos(), "w5 w6 w7 w8 " * 9, 6, prepend_bos=False),
+        "prepend_bos|texts",
         holds=lambda s, found: found.has_bos == bool((found.tokens[:, 0] == 0).all()),
         either=True,
     ),
     Row(
-        name="13 gibberish of ids without text",
-        call=lambda s: corpus.gibberish(wide(s), 20, 30),
+        "13 gibberish of ids without text",
+        lambda s: corpus.gibberish(wide(s), 20, 30),
         holds=lambda s, found: int(found.tokens.max()) < 61,
     ),
-    Row(name="13 the embedded model draws nothing", call=lambda s: tlg.zoo.embedded()),
-    Row(
-        name="14 a long stream of texts, of which few are used",
-        call=lambda s: tlg.windows(
-            s.model, (f"x_{i} = {i} + y" for i in range(10**7)), 6, n=3, prepend_bos=True
-        ),
-        what="texts",
-        either=True,
-    ),
+    Row("13 the embedded model draws nothing", lambda s: tlg.zoo.embedded()),
 )

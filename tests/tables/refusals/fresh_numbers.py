@@ -134,9 +134,9 @@ def _numbers() -> Iterator[Row]:
                 continue
             name = f"15 {kind}: {where}"
             yield Row(
-                name=name,
-                call=lambda s, call=call, number=number: call(s, number),
-                what=what if kind in REFUSED else None,
+                name,
+                lambda s, call=call, number=number: call(s, number),
+                what if kind in REFUSED else None,
             )
 
 
@@ -180,7 +180,7 @@ def _defaults() -> Iterator[Row]:
                 with default(**settings):
                     return call(s)
 
-            yield Row(name=f"27 tensors are {state} by default: {function}", call=inside, what=what)
+            yield Row(f"27 tensors are {state} by default: {function}", inside, what)
 
 
 def embedded_dtype(s: Scene) -> torch.dtype:
@@ -192,8 +192,8 @@ ROWS: tuple[Row, ...] = (
     *_numbers(),
     *_defaults(),
     Row(
-        name="27 the embedded model under another default",
-        call=embedded_dtype,
+        "27 the embedded model under another default",
+        embedded_dtype,
         holds=lambda s, dtype: dtype == torch.float32,
     ),
 )

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from tests.tables.refusals.row import Group, Scene
 from tests.tables.refusals.scores import BASES, HEADS
 from tl_geometry import interventions
@@ -52,21 +50,6 @@ def surrogate(s: Scene, **options: Any) -> Any:
     return s.logits(interventions.surrogate(s.model, **given))
 
 
-def opened(s: Scene, act: Any) -> Any:
-    """An edit that is open while the user acts on the model."""
-    edit = interventions.term(s.model, s.w.basis, "pos-pos", "L1H0")
-    with edit, torch.no_grad():
-        return act(s.model)
-
-
-def listed(s: Scene, times: int = 1, ids: Any = None) -> Any:
-    """The hooks of an edit, given to TransformerLens."""
-    edit = interventions.term(s.model, s.w.basis, "pos-pos", "L1H0")
-    hooks = [hook for _ in range(times) for hook in edit]
-    with torch.no_grad():
-        return s.model.run_with_hooks(s.ids if ids is None else ids, fwd_hooks=hooks)
-
-
 TERMS = {
     "a term of no name": ({"names": "pos-nothing"}, "term"),
 }
@@ -87,29 +70,6 @@ GROUPS = (
             **TERMS,
             "prompts without BOS": ({"ids": lambda s: s.ids[:, 1:]}, "tokens"),
             "prompts beyond the basis": ({"ids": lambda s: s.ids.repeat(1, 2)}, "tokens"),
-        },
-    ),
-    Group(
-        name="the mean of a term",
-        call=lambda s, ids: s.logits(
-            interventions.term(s.model, s.w.basis, "cvec-cvec", "L1H0", how="mean"), ids
-        ),
-        right={"over three prompts": {"ids": lambda s: s.ids}},
-        wrong={"over one": ({"ids": lambda s: s.ids[:1]}, "prompts|tokens")},
-    ),
-    Group(
-        name="an edit that is open",
-        call=opened,
-        right={"a pass": {"act": lambda s: lambda model: model(s.ids)}},
-        wrong={"no pass": ({"act": lambda s: lambda model: 3}, "edit")},
-    ),
-    Group(
-        name="a list of hooks",
-        call=listed,
-        right={"once": {}},
-        wrong={
-            "twice": ({"times": 2}, "inside an edit"),
-            "prompts without BOS": ({"ids": lambda s: s.ids[:, 1:]}, "tokens"),
         },
     ),
     Group(

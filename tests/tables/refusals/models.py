@@ -12,7 +12,7 @@ import torch
 import tl_geometry as tlg
 from tests.lib.models import bridge_of, hf_model
 from tests.tables.refusals.changed_models import OWN_CODE, PICKLED
-from tests.tables.refusals.row import NAN, Group, Scene
+from tests.tables.refusals.row import NAN, Group, Scene, calls
 from tl_geometry import models
 
 EMBEDDED = Path(tlg.zoo.__file__).parent / "assets"
@@ -65,12 +65,8 @@ def hooked(s: Scene, act: Callable[..., Any], name: str = "blocks.1.attn.hook_q"
         return tlg.split_scores(s.model, s.ids, s.w.basis, heads="L1H0")
 
 
-def changed_after(s: Scene, factor: float) -> Any:
-    """A split with a basis that was made before a weight was scaled."""
-    model, ids = fresh(), torch.arange(3, 43).view(4, 10)
-    basis = tlg.decompose(model, ids, progress=False)
-    next(iter(model.parameters())).data.mul_(factor)
-    return tlg.split_scores(model, ids, basis, heads="L1H0")
+def grows(value: torch.Tensor, hook: Any) -> torch.Tensor:
+    return 1.1 * value
 
 
 def load(s: Scene, name: Any, **options: Any) -> Any:
@@ -125,33 +121,16 @@ GROUPS = (
             "quantised": ({"model": quantised}, "weights", UNSUPPORTED),
         },
     ),
-    Group(
-        name="weights that change after the basis",
-        call=changed_after,
-        right={"by nothing": {"factor": 1.0}},
-        wrong={"by half": ({"factor": 1.5}, "basis")},
-    ),
-    Group(
-        name="hooks of the user",
-        call=hooked,
+    calls(
+        "hooks of the user",
         right={
-            "one that looks": {"act": lambda s: lambda value, hook: None},
-            "one that acts on the stream": {
-                "act": lambda s: lambda value, hook: 1.1 * value,
-                "name": "blocks.0.hook_mlp_out",
-            },
+            "one that looks": lambda s: hooked(s, lambda value, hook: None),
+            "one that acts on the stream": lambda s: hooked(s, grows, "blocks.0.hook_mlp_out"),
         },
         wrong={
-            "one that changes queries": (
-                {"act": lambda s: lambda value, hook: 1.5 * value},
-                "layer 1",
-                RECONSTRUCTION,
-            ),
+            "one that changes queries": (lambda s: hooked(s, grows), "layer 1", RECONSTRUCTION),
             "one that masks keys of a prompt": (
-                {
-                    "act": lambda s: masks_a_key,
-                    "name": "blocks.1.attn.hook_attn_scores",
-                },
+                lambda s: hooked(s, masks_a_key, "blocks.1.attn.hook_attn_scores"),
                 "mask|layer 1",
                 RECONSTRUCTION,
             ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.tables.refusals.row import NOT_A_BASIS, Group, Options, Scene, Wrong
+from tests.tables.refusals.row import NOT_A_BASIS, Group, Options, Scene, Wrong, calls
 from tl_geometry import render
 
 VIEWS = (
@@ -22,6 +22,8 @@ OTHERS: Options = {
 }
 ITS_OWN = "^(?!terms)"
 """What a refusal is about: not what the view looked for in the wrong thing."""
+PLOT: Any = render.plot
+VARIANCE: Any = lambda s: render.variance_shares(s.w.basis.anova())
 RIGHT = {"split": "a split"} | dict.fromkeys(("spirals", "fourier", "variance_shares"), "a basis")
 
 
@@ -50,58 +52,35 @@ GROUPS = (
         )
         for view in VIEWS
     ),
-    Group(
-        name="a page of a split",
-        call=lambda s, **o: render.split(s.w.split, **o),
-        right={"all": {}, "one head": {"heads": "L1H2"}, "a context": {"context": 1}},
-        wrong={
-            "a context beyond": ({"context": 99}, "context"),
-            "heads that it lacks": ({"heads": "L0H0"}, "heads"),
-            "panels of no name": ({"panels": ["nothing"]}, "terms|panels|heads"),
-            "fewer tokens": ({"tokens": ["a"]}, "tokens"),
+    calls(
+        "pages and figures",
+        right={
+            "a page": lambda s: render.split(s.w.split),
+            "a page of one head": lambda s: render.split(s.w.split, heads="L1H2"),
+            "a page of a context": lambda s: render.split(s.w.split, context=1),
+            "heads by a column": lambda s: render.heads(s.w.sweep, "induction"),
+            "a Gram matrix": lambda s: render.gram(s.w.basis, 1),
+            "shares of covariance": lambda s: render.head_shares(s.w.sweep, share="cs"),
+            "the view of a sweep": lambda s: render.plot(s.w.sweep),
+            "PNG": lambda s: VARIANCE(s).save(s.folder / "a.png"),
         },
-    ),
-    Group(
-        name="a page of heads",
-        call=lambda s, value: render.heads(s.w.sweep, value),
-        right={"a column": {"value": "induction"}},
         wrong={
-            "no column": ({"value": "nothing"}, "value"),
-            "a label": ({"value": "head"}, "value"),
-        },
-    ),
-    Group(
-        name="a Gram matrix",
-        call=lambda s, state: render.gram(s.w.basis, state),
-        right={"a state": {"state": 1}},
-        wrong={
-            "a state beyond": ({"state": 99}, "state"),
-            "a state below zero": ({"state": -1}, "state"),
-        },
-    ),
-    Group(
-        name="shares of heads",
-        call=lambda s, share: render.head_shares(s.w.sweep, share=share),
-        right={"of covariance": {"share": "cs"}},
-        wrong={"of no name": ({"share": "x"}, "share")},
-    ),
-    Group(
-        name="a figure in a file",
-        call=lambda s, path: render.variance_shares(s.w.basis.anova()).save(path),
-        of="path",
-        right={"PNG": lambda s: s.folder / "a.png"},
-        wrong={
-            "of no kind": lambda s: s.folder / "a.docx",
-            "below a file": ({"path": lambda s: s.path("plain") / "a.html"}, "."),
-        },
-    ),
-    Group(
-        name="the view of a result",
-        call=lambda s, result: render.plot(result),
-        right={"a sweep": {"result": lambda s: s.w.sweep}},
-        wrong={
-            "prompts": ({"result": lambda s: s.w.prompts}, "result"),
-            "None": ({"result": None}, "result"),
+            "a context beyond": (lambda s: render.split(s.w.split, context=99), "context"),
+            "heads that it lacks": (lambda s: render.split(s.w.split, heads="L0H0"), "heads"),
+            "panels of no name": (
+                lambda s: render.split(s.w.split, panels=["x"]),
+                "terms|panels|heads",
+            ),
+            "fewer tokens": (lambda s: render.split(s.w.split, tokens=["a"]), "tokens"),
+            "no column": (lambda s: render.heads(s.w.sweep, "nothing"), "value"),
+            "a label": (lambda s: render.heads(s.w.sweep, "head"), "value"),
+            "a state beyond": (lambda s: render.gram(s.w.basis, 99), "state"),
+            "a state below zero": (lambda s: render.gram(s.w.basis, -1), "state"),
+            "shares of no name": (lambda s: render.head_shares(s.w.sweep, share="x"), "share"),
+            "a file of no kind": (lambda s: VARIANCE(s).save(s.folder / "a.docx"), "path"),
+            "below a file": (lambda s: VARIANCE(s).save(s.path("plain") / "a.html"), "."),
+            "the view of prompts": (lambda s: PLOT(s.w.prompts), "result"),
+            "the view of a path": (lambda s: PLOT(NOT_A_BASIS), "result"),
         },
     ),
 )

@@ -80,7 +80,7 @@ def taken(_scene: Scene, value: Any) -> bool:
     return value is not None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Row:
     """One call. It is refused where ``what`` (a regular expression) is given, else taken with a
     value that ``holds``; with ``either`` both are right, whatever the class of the error.
@@ -115,11 +115,11 @@ class Group:
 
     def rows(self) -> Iterator[Row]:
         for name, options in self.right.items():
-            yield Row(name=f"{self.name}: {name}", call=self._made(options), holds=self.holds)
+            yield Row(f"{self.name}: {name}", self._made(options), holds=self.holds)
         for name, given in self.wrong.items():
             named = isinstance(given, tuple) and isinstance(given[0], Mapping)
             options, what, *more = given if named else (given, self.about or self.of)
-            row = Row(name=f"{self.name}: {name}", call=self._made(options), what=what)
+            row = Row(f"{self.name}: {name}", self._made(options), what)
             for each in more:
                 row = replace(row, **{"today" if isinstance(each, str) else "error": each})
             yield row
@@ -133,6 +133,18 @@ class Group:
             return self.call(scene, **values)
 
         return call
+
+
+def calls(
+    name: str,
+    right: Mapping[str, Callable[[Scene], Any]],
+    wrong: Mapping[str, tuple[Any, ...]],
+) -> Group:
+    """Whole calls, each by its name; a wrong one with what is refused (and the class)."""
+    taken, refused = {n: {"found": c} for n, c in right.items()}, dict[str, Any]()
+    for case, (call, *what) in wrong.items():
+        refused[case] = ({"found": call}, *what)
+    return Group(name=name, call=lambda s, found: found, right=taken, wrong=refused)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import tl_geometry as tlg
-from tests.tables.refusals.row import NOT_A_BASIS, Group, Scene
+from tests.tables.refusals.row import NOT_A_BASIS, Group, Scene, calls
 from tl_geometry import scores
 
 
@@ -98,30 +98,47 @@ GROUPS = (
             "a cache of fewer hooks": lambda s: {"blocks.1.hook_resid_pre": s.w.stream()[1]},
         },
     ),
-    Group(
-        name="what a split is asked for",
-        call=lambda s, ask: ask(s.w.split),
-        of="ask",
-        about="terms",
+    calls(
+        "what splits and sweeps are asked for",
         right={
-            "a term": lambda s: lambda split: split.terms["pos", "cvec"],
-            "its name": lambda s: lambda split: split.terms["pos-cvec"],
-            "shares": lambda s: lambda split: split.shares(drop=2),
+            "a term": lambda s: s.w.split.terms["pos", "cvec"],
+            "its name": lambda s: s.w.split.terms["pos-cvec"],
+            "shares": lambda s: s.w.split.shares(drop=2),
+            "the first three": lambda s: s.w.sweep.top("induction", 3),
+            "all of them": lambda s: s.w.sweep.top("induction", 10_000),
+            "a plane": lambda s: s.rotary.split.on_planes(0),
+            "planes": lambda s: s.rotary.split.on_planes([0, 3]),
+            "a profile": lambda s: scores.offset_profile(s.w.split),
+            "a profile of a term": lambda s: scores.offset_profile(s.w.split, term="pos-pos"),
+            "types": lambda s: scores.head_type_scores(s.w.split.pattern(), s.ids),
         },
         wrong={
-            "no term": lambda s: lambda split: split.terms["pos-no"],
-            "shares of nothing": ({"ask": lambda s: lambda split: split.shares(drop=99)}, "drop"),
-            "shares from before": ({"ask": lambda s: lambda split: split.shares(drop=-1)}, "drop"),
+            "no term": (lambda s: s.w.split.terms["pos-no"], "terms"),
+            "shares of nothing": (lambda s: s.w.split.shares(drop=99), "drop"),
+            "shares from before": (lambda s: s.w.split.shares(drop=-1), "drop"),
+            "no column": (lambda s: s.w.sweep.top("nothing"), "column"),
+            "planes without them": (lambda s: s.w.sweep.planes(), "planes"),
+            "LaTeX of no column": (lambda s: s.w.sweep.to_latex(["nothing"]), "columns"),
+            "beyond the last": (lambda s: s.rotary.split.on_planes(99), "planes"),
+            "below zero": (lambda s: s.rotary.split.on_planes(-1), "planes"),
+            "a band of no name": (lambda s: s.rotary.split.on_planes("fast"), "planes"),
+            "a profile of no term": (lambda s: scores.offset_profile(s.w.split, term="x"), "terms"),
+            "no queries": (lambda s: scores.offset_profile(s.w.split, drop=99), "drop"),
+            "types of other prompts": (
+                lambda s: scores.head_type_scores(s.w.split.pattern(), s.w.corpus),
+                "pattern",
+            ),
+            "types of no pattern": (
+                lambda s: scores.head_type_scores(torch.zeros(3, 4), s.ids),
+                "pattern",
+            ),
         },
     ),
     Group(
         name="split_values",
         call=values,
         right={"one head": {}},
-        wrong={
-            **BASES,
-            **HEADS,
-        },
+        wrong=BASES | HEADS,
     ),
     Group(
         name="sweep_heads",
@@ -145,56 +162,6 @@ GROUPS = (
                 "parts",
             ),
             "a layer beyond": ({"layers": 99}, "layers"),
-        },
-    ),
-    Group(
-        name="what a sweep is asked for",
-        call=lambda s, ask: ask(s.w.sweep),
-        of="ask",
-        about="column",
-        right={
-            "the first three": lambda s: lambda table: table.top("induction", 3),
-            "all of them": lambda s: lambda table: table.top("induction", 10_000),
-        },
-        wrong={
-            "no column": lambda s: lambda table: table.top("nothing"),
-            "planes without them": ({"ask": lambda s: lambda table: table.planes()}, "planes"),
-            "LaTeX of no column": (
-                {"ask": lambda s: lambda table: table.to_latex(["nothing"])},
-                "columns",
-            ),
-        },
-    ),
-    Group(
-        name="planes of a split",
-        call=lambda s, planes: s.rotary.split.on_planes(planes),
-        of="planes",
-        right={"one": 0, "two": [0, 3]},
-        wrong={
-            "beyond the last": 99,
-            "below zero": -1,
-            "a band of no name": "fast",
-        },
-    ),
-    Group(
-        name="offset_profile",
-        call=lambda s, split=None, **o: scores.offset_profile(split or s.w.split, **o),
-        right={"total": {}, "a term": {"term": "pos-pos"}},
-        wrong={
-            "no term": ({"term": "pos-nothing"}, "terms"),
-            "none of the queries": ({"drop": 99}, "drop"),
-        },
-    ),
-    Group(
-        name="head_type_scores",
-        call=lambda s, pattern=None, tokens=None: scores.head_type_scores(
-            s.w.split.pattern() if pattern is None else pattern,
-            s.ids if tokens is None else tokens,
-        ),
-        right={"a pattern and its tokens": {}},
-        wrong={
-            "tokens of other prompts": ({"tokens": lambda s: s.w.corpus}, "pattern"),
-            "no pattern": ({"pattern": torch.zeros(3, 4)}, "pattern"),
         },
     ),
 )

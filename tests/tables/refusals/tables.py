@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.tables.refusals import (
+    calls,
     circuits,
     corpus,
     decomposition,
@@ -17,7 +18,7 @@ from tests.tables.refusals import (
 )
 from tests.tables.refusals.row import Group, Row
 
-MODULES = (corpus, decomposition, scores, circuits, interventions, works, models, render)
+MODULES = (corpus, decomposition, scores, circuits, interventions, works, calls, models, render)
 GROUPS: list[Group] = [group for module in MODULES for group in module.GROUPS]
 ROWS: list[Row] = [row for group in GROUPS for row in group.rows()]
 ROWS += [*fresh.ROWS, *fresh_more.ROWS, *fresh_numbers.ROWS]

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 import tl_geometry as tlg
-from tests.tables.refusals.row import NAN, Group, Scene
+from tests.tables.refusals.row import Group, Scene
 from tests.tables.refusals.scores import BASES, HEADS
-from tl_geometry import flow, measures, sphere, weights
 
 SHORT: dict[str, Any] = {"progress": False}
 NO_HEADS = {name: HEADS[name] for name in ("a head beyond the last", "a head by words", "no heads")}
@@ -19,15 +16,6 @@ NO_TOKENS = {
     "floats": ({"tokens": lambda s: s.w.pilots.float()}, "tokens"),
     "beyond the vocabulary": ({"tokens": lambda s: s.w.pilots + 5000}, "tokens"),
 }
-
-
-def _two_states(s: Scene) -> Any:
-    """Trajectories of two states alone."""
-    return tlg.trajectories(s.model, s.w.pilots, states=(0, 1), progress=False)
-
-
-def noise(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
 
 def positional(s: Scene, **options: Any) -> Any:
@@ -94,27 +82,6 @@ GROUPS = (
         },
     ),
     Group(
-        name="compare_bases",
-        call=lambda s, other, **o: measures.compare_bases(s.w.basis, other, **o),
-        right={"itself": {"other": lambda s: s.w.basis}},
-        wrong={
-            "a path": ({"other": "basis.safetensors"}, "basis"),
-            "a table": ({"other": lambda s: s.w.basis.anova()}, "basis"),
-        },
-    ),
-    Group(
-        name="screenot",
-        call=lambda s, values=None, shape=(20, 8), **o: measures.screenot(
-            noise(8).abs().sort(descending=True).values if values is None else values, shape, **o
-        ),
-        base={"k": 2},
-        right={"eight values": {}},
-        wrong={
-            "a rank bound of 0": ({"k": 0}, "^k$"),
-            "NaN": ({"values": torch.full((8,), NAN)}, "singular|values"),
-        },
-    ),
-    Group(
         name="weight_geometry",
         call=geometry,
         right={"QK": {}, "OV": {"matrix": "OV"}},
@@ -131,21 +98,6 @@ GROUPS = (
         wrong={**NO_MATRIX, **NO_HEADS},
     ),
     Group(
-        name="bias_readout",
-        call=lambda s, **o: weights.bias_readout(s.model, **o),
-        right={"all": {}},
-        wrong={**NO_HEADS, "no tokens": ({"k": 0}, "^k$")},
-    ),
-    Group(
-        name="noun_probe",
-        call=lambda s, nouns=None, **o: weights.noun_probe(s.model, nouns, **{"layers": 0, **o}),
-        right={"nouns": {"nouns": [" name", " value", " line", " path"]}},
-        wrong={
-            "none": ({"nouns": []}, "nouns"),
-            "a noun of no token": ({"nouns": ["qzxqzxqz"]}, "nouns"),
-        },
-    ),
-    Group(
         name="token_paths",
         call=paths,
         right={"prompts": {}, "axes of a basis": {"basis": lambda s: s.w.basis}},
@@ -153,15 +105,6 @@ GROUPS = (
             **{name: case for name, case in BASES.items() if name != "a table"},
             **NO_BATCH,
             "floats": NO_TOKENS["floats"],
-        },
-    ),
-    Group(
-        name="norm_geometry",
-        call=lambda s, **o: sphere.norm_geometry(**{"x": noise(3, 4), **o}),
-        right={"LN": {}, "RMS": {"norm_type": "RMS"}},
-        wrong={
-            "a norm of no name": ({"norm_type": "BN"}, "norm_type"),
-            "less than no eps": ({"eps": -1.0}, "eps"),
         },
     ),
     Group(
@@ -222,28 +165,6 @@ GROUPS = (
                 {"ensemble": lambda s: s.w.ensemble, "pairs": [(0, 1)]},
                 "ensemble",
             ),
-        },
-    ),
-    Group(
-        name="aligned bases",
-        call=lambda s, X=None, **o: flow.fit_aligned_bases(s.w.ensemble.X if X is None else X, **o),
-        right={"greedy": {}, "hungarian": {"align": "hungarian"}},
-        wrong={
-            "an alignment of no name": ({"align": "x"}, "align"),
-            "two axes": ({"X": noise(4, 5)}, "trajectories"),
-            "NaN": ({"X": noise(9, 3, 4) * NAN}, "trajectories|state"),
-        },
-    ),
-    Group(
-        name="a law of noise",
-        call=lambda s, ensemble=None, **o: flow.fit_noise_law(
-            (ensemble or s.w.all_states).residuals(), **o
-        ),
-        right={"asymptotic": {}},
-        wrong={
-            "of no name": ({"law": "cubic"}, "law"),
-            "of no column": ({"of": "x"}, "column"),
-            "of one pair of states": ({"ensemble": _two_states}, "pairs"),
         },
     ),
 )
