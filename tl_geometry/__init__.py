@@ -14,7 +14,7 @@ import warnings
 
 import lazy_loader
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 if "ipykernel" in sys.modules:  # tqdm warns where widgets are missing; a bar of text is as good

@@ -161,7 +161,7 @@ def test_the_conda_recipe_agrees_with_the_project() -> None:
         ("    - einops >=0.8\n", "", 1),
         ("pytorch >=2.6", "pytorch >=2.5", 2),
         ('python_min: "3.11"', 'python_min: "3.10"', 2),
-        ('version: "0.1.0"', 'version: "0.0.9"', 2),
+        (f'version: "{PROJECT["version"]}"', 'version: "0.0.9"', 2),
     ]:
         assert recipe.count(old) == 1
         assert len(recipe_faults(recipe.replace(old, new), PROJECT)) == faults
