@@ -246,12 +246,9 @@ def _topics(
     windows = tlg.TokenWindows(tokens=torch.cat(rows), has_bos=False, corpus="topics")
     topics = run.decompose(windows, window=(1, length), keep_ctx=True)
     assert topics.ctx is not None  # for the type checker: keep_ctx=True gives them
-    got, instead = (
-        f"{topics.contexts} of {len(windows)}",
-        "longer documents, or fewer topic_windows",
-    )
-    same = topics.contexts == len(windows)  # a window that occurs twice is one context
-    require(same, "topics", expected="different windows", got=got, instead=instead)
+    # a window that occurs twice is one context
+    same, got = topics.contexts == len(windows), f"{topics.contexts} of {len(windows)}"
+    require(same, "topics", expected="different windows", got=got, instead="fewer topic_windows")
     means = basis.mean[:, None] + basis.pos[:, : length - 1]
     # the mean over these positions alone, so that pos sums to zero over the shorter window
     centre = means.mean(1, keepdim=True)
