@@ -120,9 +120,9 @@ def song_zhong(
     used = _quirks(view, family) if quirks is None else [q for q in QUIRKS if q in quirks]
     size = published | sizes
     flags = [QUIRKS[quirk] for quirk in used] + ([] if row is None else [f"published row {row}"])
-    for name, windows in (("length", "windows"), ("topic_length", "windows of topics")):
+    for name, what in (("length", "windows"), ("topic_length", "windows of topics")):
         if size[name] > view.n_ctx:
-            flags.append(f"{windows} of {view.n_ctx} tokens, not {size[name]}")
+            flags.append(f"{what} of {view.n_ctx} tokens, not {size[name]}")
             size[name] = view.n_ctx
     states = _evenly(view.n_layers, min(size["states"], view.n_layers + 1))
     run_view = with_final_norm(view) if "final_norm" in used else view
@@ -130,9 +130,10 @@ def song_zhong(
     run = _Run(used, size, partial(tlg.decompose, run_view, **options))
     with attending_left(view) if "causal" in used else nullcontext():
         ids = [_ids(view, text, used) for text in (corpus, *(topics or ()))]
+        windows = _topic_windows(size, ids[1:]) if ids[1:] else None
         basis, measured = _position(run, ids[0])
-        if ids[1:]:
-            measured |= _topics(run, basis, ids[1:])
+        if windows is not None:
+            measured |= _topics(run, basis, windows)
     k = usable_k(size["k"], min(basis.pos.shape[1:]))
     flags += [f"rank bound k={k} of {size['k']}"] if k < size["k"] else []
     provenance = replace(basis.provenance.flagged(*flags), preset="reference", seed=size["seed"])
@@ -226,34 +227,38 @@ def _position(
     }
 
 
+def _topic_windows(
+    size: dict[str, int], documents: Sequence[Int[Tensor, " position"]]
+) -> tlg.TokenWindows:
+    """As many windows of each document, which start at ``linspace(0, len - topic_length,
+    topic_windows)`` rounded down. They overlap heavily: similarities within a document are in part
+    those of the same words."""
+    length, n = size["topic_length"], size["topic_windows"]
+    shortest, longest = min(map(len, documents)), size["length"]
+    require(shortest >= length, "topics", expected=f"{length} tokens each", got=f"{shortest}")
+    require(length <= longest, "topic_length", expected=f"at most {longest}", got=length)
+    # row s of an unfolded document is the window that starts at s
+    tokens = torch.cat([x.unfold(0, length, 1)[_evenly(len(x) - length, n)] for x in documents])
+    # a window that occurs twice would be one context
+    count = len(tokens.unique(dim=0))
+    require(count == len(tokens), "topics", expected="different windows", got=f"only {count}")
+    return tlg.TokenWindows(tokens=tokens, has_bos=False, corpus="topics")
+
+
 def _topics(
-    run: _Run, basis: tlg.PositionContext, documents: Sequence[Int[Tensor, " position"]]
+    run: _Run, basis: tlg.PositionContext, windows: tlg.TokenWindows
 ) -> dict[str, Float[Tensor, " state"]]:
     """Similarities and incoherence by state, of topic windows as published: mean and pos are those
     of the large corpus at positions 1 to ``topic_length - 1``, ``ctx_c`` is the mean of window c
-    over these positions less that mean, so that ctx need not sum to zero.
-
-    The windows of a document start at ``linspace(0, len - topic_length, topic_windows)`` rounded
-    down. They overlap heavily: similarities within a document are in part those of the same words.
-    """
+    over these positions less that mean, so that ctx need not sum to zero."""
     length, n = run.size["topic_length"], run.size["topic_windows"]
-    shortest, longest = min(map(len, documents)), run.size["length"]
-    expected = f"at least {length} tokens each"
-    require(shortest >= length, "topics", expected=expected, got=f"{shortest} in one")
-    require(length <= longest, "topic_length", expected=f"at most {longest}", got=length)
-    # row s of an unfolded document is the window that starts at s
-    rows = [ids.unfold(0, length, 1)[_evenly(len(ids) - length, n)] for ids in documents]
-    windows = tlg.TokenWindows(tokens=torch.cat(rows), has_bos=False, corpus="topics")
     topics = run.decompose(windows, window=(1, length), keep_ctx=True)
     assert topics.ctx is not None  # for the type checker: keep_ctx=True gives them
-    # a window that occurs twice is one context
-    same, got = topics.contexts == len(windows), f"{topics.contexts} of {len(windows)}"
-    require(same, "topics", expected="different windows", got=got, instead="fewer topic_windows")
     means = basis.mean[:, None] + basis.pos[:, : length - 1]
     # the mean over these positions alone, so that pos sums to zero over the shorter window
     centre = means.mean(1, keepdim=True)
     ctx = topics.ctx + topics.mean[:, None] - centre
-    labels = torch.arange(len(documents)).repeat_interleave(n)
+    labels = torch.arange(len(windows) // n).repeat_interleave(n)
     similar = cluster_similarity(ctx, labels)
     intra = similar.intra_reference if "absolute_with_self" in run.quirks else similar.intra
     between = incoherence(means - centre, ctx).avg
