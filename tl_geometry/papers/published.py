@@ -235,7 +235,7 @@ def _topic_windows(
     those of the same words."""
     length, n = size["topic_length"], size["topic_windows"]
     shortest, longest = min(map(len, documents)), size["length"]
-    require(shortest >= length, "topics", expected=f"{length} tokens each", got=f"{shortest}")
+    require(shortest >= length, "topics", expected=f"at least {length} tokens", got=shortest)
     require(length <= longest, "topic_length", expected=f"at most {longest}", got=length)
     # row s of an unfolded document is the window that starts at s
     tokens = torch.cat([x.unfold(0, length, 1)[_evenly(len(x) - length, n)] for x in documents])
