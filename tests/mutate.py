@@ -47,11 +47,11 @@ from tests.mutation_page import Verdict, line_of, page, reached, tables
 ROOT = Path(__file__).resolve().parent.parent
 EQUIVALENT = ROOT / "tests" / "equivalent_faults.json"
 PACKAGE = "tl_geometry"
-RECORDS = "tests/tables/test_recorded.py"
-"""The tests that compare with stored numbers."""
+RECORDS = ("tests/tables/test_recorded.py", "tests/tables/test_recorded_signatures.py")
+"""The tests that compare with what is stored."""
 NOT_ASKED = tuple(f"tests/project/test_{name}.py" for name in ("machinery", "packaging", "types"))
 """Tests of what is around the library, which look at none of its numbers."""
-SIGNATURES = ("tests/tables/test_signatures.py",)
+SIGNATURES = ("tests/tables/test_signatures.py", RECORDS[1])
 """Tests of every signature and decorator of the package, whether it is called or not."""
 QUICK = 20.0
 """Seconds of the tests that run first. They notice most faults."""
@@ -194,8 +194,8 @@ def judge(fault: Fault, covered: dict[str, TestFile], tree: Path, limit: float) 
     clean = place.read_bytes()
     home = fault.home(clean.decode())
     place.write_bytes(fault.planted(clean))
-    laws = {name: file for name, file in covered.items() if name != RECORDS}
-    records = {name: file for name, file in covered.items() if name == RECORDS}
+    laws = {name: file for name, file in covered.items() if name not in RECORDS}
+    records = {name: file for name, file in covered.items() if name in RECORDS}
     try:
         outcome, test = first_failure(tests_of(fault, home, laws), tree, limit)
         if outcome != "caught":

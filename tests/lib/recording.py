@@ -233,6 +233,9 @@ def main(arguments: Sequence[str]) -> int:
     renew = "--accept" in arguments
     kinds = [a for a in arguments if a != "--accept"] or KINDS
     if renew:
+        from tests.tables import test_recorded_signatures
+
+        test_recorded_signatures.accept()
         accept(kinds)
         return 0
     found = {kind: changes(kind) for kind in kinds}
