@@ -71,13 +71,12 @@ def published_split(
         norm = view.attention_norm(layer)
         parts = {name: norm.apply(part) for name, part in (("pos", pos), ("cvec", h - pos))}
     weights, biases = view.weights(layer), form == "reference"
-    projected = {
-        side: {
+    q, k = (
+        {
             name: einsum(part, W.to(h), "b i d, h d e -> b h i e") + biases * bias.to(h)[:, None]
             for name, part in parts.items()
         }
-        for side, W, bias in (("q", weights.W_Q, weights.b_Q), ("k", weights.W_K, weights.b_K))
-    }
+        for W, bias in ((weights.W_Q, weights.b_Q), (weights.W_K, weights.b_K))
+    )
     scale = weights.W_Q.shape[-1] ** -0.5
-    q, k = projected["q"], projected["k"]
     return {(a, b): q[a] @ k[b].mT * scale for a, b in product(parts, parts)}

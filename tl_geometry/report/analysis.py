@@ -19,6 +19,7 @@ from tl_geometry.base.errors import GeometryError
 from tl_geometry.corpus.token_windows import TokenWindows
 from tl_geometry.decomposition.from_model import decompose
 from tl_geometry.decomposition.position_context import PositionContext
+from tl_geometry.decomposition.variance import Anova
 from tl_geometry.flow.ensemble import Trajectories
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
@@ -128,17 +129,19 @@ class Analysis:
         """Mean, position and context of every state."""
         return decompose(self.view, self.fitted, keep=KEPT, seed=self.seed, progress=False)
 
-    @cached_property
+    @property
     def spliced(self) -> PositionContext:
-        """The basis of windows spliced from random places: the null of the context share."""
+        """The basis of windows spliced from random places: the null of the context share. It is
+        read once and not kept."""
         rows = corpus.splice(self.fitted[:COMPARED], seed=self.seed)
         return decompose(self.view, rows, seed=self.seed, **SMALL)
 
     @cached_property
-    def untrained(self) -> PositionContext:
-        """The basis of the same model with random weights: the null of the position share."""
+    def untrained(self) -> Anova:
+        """Shares of variance of the same model with random weights: the null of the position
+        share."""
         with models.reinitialized(self.model, seed=self.seed) as control:
-            return decompose(control, self.fitted[:COMPARED], **SMALL)
+            return decompose(control, self.fitted[:COMPARED], **SMALL).anova()
 
     @cached_property
     def sweep(self) -> Any:

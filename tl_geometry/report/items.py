@@ -221,7 +221,7 @@ def _price_of_nulls(a: Analysis) -> int:
 
 
 def _bars(a: Analysis, anova: Any) -> Any:
-    return render.variance_shares(anova, control=a.untrained.anova())
+    return render.variance_shares(anova, control=a.untrained)
 
 
 def _spirals(a: Analysis, anova: Any) -> Any:
@@ -229,7 +229,7 @@ def _spirals(a: Analysis, anova: Any) -> Any:
 
 
 def _beside_untrained(a: Analysis, anova: Any) -> pd.DataFrame:
-    control = a.untrained.anova().to_dataframe().set_index("state")
+    control = a.untrained.to_dataframe().set_index("state")
     column = "pos_corrected" if "pos_corrected" in control else "pos_debiased"
     null = control.filter(regex=f"^{column}(_low)?$")
     null.columns = [name.replace(column, "pos_untrained") for name in null]

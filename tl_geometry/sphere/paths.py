@@ -18,7 +18,6 @@ from itertools import product
 from typing import NamedTuple
 
 import torch
-from einops import reduce
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -181,10 +180,10 @@ def principal_axes(
     >>> [round(v, 4) for v in axes[:, 0].tolist()], round(share, 6)
     ([0.7071, 0.7071], 1.0)
     """
-    mean = reduce(rows.double(), "row d_model -> d_model", "mean")
-    centred = rows.double() - mean
+    mean = rows.mean(0, dtype=torch.float64)
+    centred = (some.double() - mean for some in rows.split(VOCABULARY_CHUNK))
     # the squared condition number of the covariance does not harm the leading axes
-    variance, vectors = torch.linalg.eigh(centred.mT @ centred)
+    variance, vectors = torch.linalg.eigh(torch.stack([x.mT @ x for x in centred]).sum(0))
     axes = linalg.fix_signs(vectors, vectors)[1].flip(-1)[:, :k]
     total = float(variance.clamp(min=0).sum())
     return mean, axes, float(variance[-k:].sum()) / total if total > 0 else math.nan
@@ -292,7 +291,10 @@ def token_paths(
     if rows is None:
         instead = "decompose(..., keep=32)"
         fail("basis", expected="sampled states", got="a basis without", instead=instead)
-    mean, axes, shown = principal_axes(_on_sphere(view, rows.flatten(0, -2)))
+    # float32 is enough for axes, and a whole vocabulary in float64 is large
+    chunks = rows.flatten(0, -2).split(VOCABULARY_CHUNK)
+    units = torch.cat([_on_sphere(view, some).float() for some in chunks])
+    mean, axes, shown = principal_axes(units)
     windows = as_tokens(view, tokens, prepend_bos=prepend_bos)
     length = windows.tokens.shape[1]
     per_state = 8 * (HELD * view.d_model + min(view.d_vocab, VOCABULARY_CHUNK))
