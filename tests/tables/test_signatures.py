@@ -1,5 +1,5 @@
 """What every package, public name and signature must keep: which package imports which, what an
-import loads, what a public name says of itself, one default for one parameter, frozen dataclasses.
+import loads, what a public name says of itself, frozen dataclasses.
 
 Each law is a function that lists what breaks it. It finds nothing in the library, and it finds the
 fault that its twin plants.
@@ -242,41 +242,6 @@ def untyped(names: dict[str, Any]) -> set[str]:
     return found
 
 
-NONE = ("batch_size", "layers", "heads", "labels", "prepend_bos", "basis", "ax", "control")
-DEFAULTS: dict[str, object] = dict.fromkeys(NONE) | {
-    "memory_budget": 2**31,
-    "model_class": "bridge",
-    "norm_type": "LN",
-    "processed": False,
-    "progress": True,
-    "seed": 0,
-}
-"""One default for each parameter that many functions have."""
-OTHERS = {
-    "circuits.feature_shares batch_size": "each feature of each token is held",
-    "corpus.gibberish prepend_bos": "as published",
-    "corpus.pseudo_sentences prepend_bos": "as published",
-    "corpus.repeated_random_tokens seed": "as published",
-    "papers.sarfati prepend_bos": "as published",
-    "zoo.default_windows prepend_bos": "the embedded model was trained with BOS",
-}
-"""Functions and classes with another default, and why."""
-
-
-def different(names: dict[str, Any]) -> set[str]:
-    """Parameters with another default than that of :data:`DEFAULTS`."""
-    classes: list[tuple[str, Any]] = [
-        (name, each) for name, each in names.items() if dataclasses.is_dataclass(each)
-    ]
-    return {
-        f"{name} {parameter.name}"
-        for name, each in (*functions(names), *classes)
-        for parameter in inspect.signature(each).parameters.values()
-        if parameter.name in DEFAULTS and parameter.default is not parameter.empty
-        if parameter.default != DEFAULTS[parameter.name]
-    }
-
-
 def loose(names: dict[str, Any]) -> set[str]:
     """Dataclasses that may change, that compare arrays by ``==``, and results whose fields may be
     given without their names."""
@@ -319,14 +284,6 @@ def test_public_functions_have_annotations() -> None:
         return a, b
 
     assert untyped({"f": planted}) == {"f a", "f returns"}
-
-
-def test_a_parameter_has_one_default() -> None:
-    assert different(public()) == OTHERS.keys()
-
-    def planted(*, seed: int = 1, progress: bool = True) -> None: ...
-
-    assert different({"f": planted}) == {"f seed"}
 
 
 def test_dataclasses_do_not_change() -> None:
