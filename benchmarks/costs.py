@@ -8,6 +8,7 @@ Nothing else should run on the machine: ``OMP_NUM_THREADS=1 python -m benchmarks
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -135,7 +136,8 @@ def timed(case: Case, of: Callable[[Case], Routes], rounds: int) -> list[Row]:
         route()
     found = of(case)
     times: dict[str, list[float]] = {name: [] for name in found}
-    for _ in range(rounds):
+    for number in range(rounds):
+        sys.stderr.write(f"{case.name}, round {number + 1} of {rounds}\n")  # rows come at the end
         for name, route in found.items():
             synchronize()
             start = time.perf_counter()

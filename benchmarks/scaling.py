@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -72,6 +73,7 @@ def run(size: str) -> list[Row]:
         for value in values:
             fixed = CONTEXTS if axis == "contexts" else BASE
             fixed = SMOKE if size == "smoke" else fixed
+            sys.stderr.write(f"{axis} {value}\n")  # the rows come at the end
             rows += point(f"scaling, {axis} {value}", size, **{**fixed, axis: value})
     return rows
 

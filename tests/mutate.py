@@ -3,8 +3,8 @@ random, one at a time, and runs the tests that evaluate the faulty code.
 
 A line of the package is drawn first, of all lines in which :mod:`tests.faults` can plant one, then
 one of its faults. The fault is planted in a copy of the working tree, and its tests run until one
-fails. Laws come first, records (:data:`RECORDS`) last: records notice that a number changed and
-cannot tell whether it was right. A fault is
+fails. Laws come first, records (:data:`RECORDS`, and the examples of docstrings) last: they notice
+that a number changed and cannot tell whether it was right. A fault is
 
 - caught: a law or a comparison with a reference failed, or the tests took far longer than without;
 - only by records: all of these passed, or came to no end, and a record differs;
@@ -47,8 +47,8 @@ from tests.mutation_page import Verdict, line_of, page, reached, tables
 ROOT = Path(__file__).resolve().parent.parent
 EQUIVALENT = ROOT / "tests" / "equivalent_faults.json"
 PACKAGE = "tl_geometry"
-RECORDS = ("tests/tables/test_recorded.py", "tests/tables/test_recorded_signatures.py")
-"""The tests that compare with what is stored."""
+RECORDS = ("tests/tables/test_recorded.py", "tests/tables/test_recorded_signatures.py", PACKAGE)
+"""The tests that compare with what is stored; the examples of docstrings show what came, too."""
 NOT_ASKED = tuple(f"tests/project/test_{name}.py" for name in ("machinery", "packaging", "types"))
 """Tests of what is around the library, which look at none of its numbers."""
 SIGNATURES = ("tests/tables/test_signatures.py", RECORDS[1])
@@ -92,7 +92,7 @@ def main() -> int:
     given = parser.parse_args()
     chosen = draw(given.sample, given.seed, given.package)
     drawn = f"{given.package or 'all'}-{given.sample}-{given.seed}"
-    names = files_of_tests(given.files or ["tests"])
+    names = files_of_tests(given.files or ["tests", PACKAGE])
     covered = map_of(names, given.map or Path(f"mutation-map-{commit()}.json"), given.workers)
     results = given.results or Path(f"mutation-{drawn}{'-some' if given.files else ''}.jsonl")
     verdicts = run(chosen[: given.first], covered, results, given.limit, given.workers)
@@ -104,10 +104,12 @@ def main() -> int:
 
 
 def files_of_tests(named: Sequence[str]) -> list[str]:
-    """The test files of these names, and all those inside of folders."""
-    paths = [ROOT / name for name in named]
+    """The test files of these names, all those inside of folders, and the package, whose examples
+    are tests of one file."""
+    paths = [ROOT / name for name in named if name != PACKAGE]
     found = {file for p in paths for file in ([p] if p.is_file() else p.glob("**/test_*.py"))}
-    return sorted({path.relative_to(ROOT).as_posix() for path in found}.difference(NOT_ASKED))
+    files = {path.relative_to(ROOT).as_posix() for path in found}.difference(NOT_ASKED)
+    return sorted(files | ({PACKAGE} & {*named}))
 
 
 def draw(sample: int, seed: int, package: str | None = None) -> list[Fault]:

@@ -23,7 +23,8 @@ ones first, until one failed.
 
 - **caught**: a law or a comparison with an independent reference failed, or the tests hung;
 - **only by records**: none of these failed, but a number differs from the one that is stored in
-  `tests/records/`, which says that something changed and not that it was right;
+  `tests/records/` or in the example of a docstring, which says that something changed and not
+  that it was right;
 - **survived**: all tests passed;
 - **out of time**: none had failed in time, and the fault counts as not caught;
 - **equivalent**: nobody could see a difference. This was judged by hand, with a reason, in

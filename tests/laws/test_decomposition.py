@@ -252,6 +252,8 @@ def test_one_context_and_one_position_have_defined_shares() -> None:
         assert table.identifiable == (part == "ctx")
         for said in (table.remarks[0], *basis.flags(), str(table.pos_debiased.tolist())):
             assert ("one context" in said or "nan" in said) == (part == "pos")
+    many = decompose_activations(random_states(1, 40, 4, 3)).anova(null=narrow)
+    assert set(many.intervals) == {"pos", "ctx", "resid"}, "a null without intervals has none"
 
 
 def massive(seed: int = 0) -> Tensor:

@@ -162,7 +162,7 @@ def test_samples_have_the_moments_and_seeds_decide() -> None:
         assert torch.allclose(rows.mT.cov(), C, rtol=0.1, atol=0.02)
     assert torch.equal(fitted.simulate(x, [2.0], seed=3), fitted.simulate(x, [2.0], seed=3))
     assert not torch.equal(fitted.simulate(x, [2.0], seed=3), fitted.simulate(x, [2.0], seed=4))
-    still, _ = langevin(alpha=0.0)
+    still, _ = langevin(alpha=0.0, rate=0.0)
     assert torch.allclose(still.simulate(x, [1.0])[0, 0, 0], x[0])
     for wrong in ([5.0], [3.0, 2.0], [1.5], []):
         with pytest.raises(GeometryError, match="times"):
@@ -260,7 +260,12 @@ def test_what_is_unusual_about_costs_is_said() -> None:
         said = " ".join((*curve.provenance.flags, *skips.provenance.flags))
         assert ("same chunks" in said, "2 of 5 test chunks" in said) == (not held, not held)
         assert ("24 trajectories, fewer than the 32" in said) == (not claimed)
+        assert ("no K is claimed" in said) == (not claimed)
         assert "near chance" in said  # a random model knows nothing
+    X = normal(40, 3, 4)
+    X[:, 1, 0] = 0
+    flat = Trajectories(X=X, states=(0, 1, 2), position=-1, provenance=Provenance())
+    assert "dropped: 1 from state 1" in " ".join(flow.flow_report(flat).provenance.flags)
 
 
 def test_classifiers_separate_what_is_separable_and_only_that() -> None:

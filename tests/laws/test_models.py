@@ -113,5 +113,7 @@ def test_an_encoder_without_its_head_gives_states_alone(tmp_path: Path) -> None:
     assert not seen.head_trained
     assert not seen.causal
     tlg.decompose(seen, tokens(6, 8), progress=False)
+    (row,) = (r for r in tlg.check_model(seen).rows() if r[0] == "output head")
+    assert "refused" in str(row[2])
     with pytest.raises(tlg.UnsupportedModelError):
         tlg.trace_logit(seen, tokens(1, 6), 5)

@@ -40,13 +40,8 @@ IDS = drawn((600,), 1)
 
 @cache
 def gpt2() -> Any:
-    sizes: dict[str, Any] = {
-        "vocab_size": VOCAB,
-        "n_positions": 32,
-        "n_embd": D,
-        "n_layer": LAYERS,
-        "n_head": 2,
-    }
+    sizes: dict[str, Any] = {"vocab_size": VOCAB, "n_positions": 32, "n_embd": D}
+    sizes |= {"n_layer": LAYERS, "n_head": 2}
     config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
     return randomised(transformers.GPT2LMHeadModel(config))
 
@@ -66,13 +61,8 @@ def bridge(name: str = "tiny") -> Any:
 def states_of(rows: Tensor, final_norm: bool = False) -> np.ndarray:
     """Residual states [state context position d_model] from Hugging Face alone."""
     caught: list[Tensor] = []
-    handle = (
-        gpt2()
-        .transformer.h[-1]
-        .register_forward_hook(
-            lambda *a: caught.append(a[2] if isinstance(a[2], Tensor) else a[2][0])
-        )
-    )
+    keep = lambda *a: caught.append(a[2] if isinstance(a[2], Tensor) else a[2][0])
+    handle = gpt2().transformer.h[-1].register_forward_hook(keep)
     with torch.no_grad():
         out = gpt2()(rows, output_hidden_states=True)
     handle.remove()
@@ -85,12 +75,9 @@ def windows(ids: Tensor, quirks: tuple[str, ...]) -> list[Tensor]:
     drew twice one."""
     train = ids[: int(0.9 * len(ids))]
     if "overlap" in quirks:
-        return [
-            train[
-                drawn((n,), SEED + i, len(train) - LENGTH).unique()[:, None] + torch.arange(LENGTH)
-            ].unique(dim=0)
-            for i, n in enumerate((CONTEXTS, FRESH))
-        ]
+        sizes = enumerate((CONTEXTS, FRESH))
+        starts = [drawn((n,), SEED + i, len(train) - LENGTH).unique() for i, n in sizes]
+        return [train[s[:, None] + torch.arange(LENGTH)].unique(dim=0) for s in starts]
     rows = train[: len(train) // LENGTH * LENGTH].view(-1, LENGTH)
     rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(SEED))]
     fresh = min(FRESH, len(rows) // 4)
@@ -137,12 +124,8 @@ def test_topics_follow_the_published_protocol() -> None:
     found = papers.song_zhong(bridge(), IDS, topics=documents, **SMALL)
     means = states_of(windows(IDS, PUBLISHED)[0]).mean(1)[:, 1:12]
     mu = means.mean(1)
-    rows = np.concatenate(
-        [
-            [d[s : s + 12].numpy() for s in np.linspace(0, len(d) - 12, 5, dtype=int)]
-            for d in documents
-        ]
-    )
+    starts = lambda d: np.linspace(0, len(d) - 12, 5, dtype=int)
+    rows = np.array([d[s : s + 12].numpy() for d in documents for s in starts(d)])
     ctx = states_of(torch.from_numpy(rows))[:, :, 1:].mean(2) - mu[:, None]
     pos, ctx = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (means - mu[:, None], ctx))
     cosine = np.abs(ctx @ ctx.transpose(0, 2, 1))
@@ -307,11 +290,8 @@ def random_parts(seed: int, n: int = 5, d: int = 7) -> tuple[Tensor, Tensor, dic
     content, position = torch.randn(2, n, d, generator=made, dtype=torch.float64)
     content, position = (x / x.norm(dim=-1).max() for x in (content, position))
     pairs = [(a, b) for a in ("content", "position") for b in ("content", "position")]
-    return (
-        content,
-        position,
-        {p: torch.rand(n, n, generator=made, dtype=torch.float64) * 2 - 1 for p in pairs},
-    )
+    A = {p: torch.rand(n, n, generator=made, dtype=torch.float64) * 2 - 1 for p in pairs}
+    return content, position, A
 
 
 @cases
@@ -423,6 +403,9 @@ def test_the_embedded_model_has_induction_and_its_control_has_not(period: int) -
     assert best["previous"] >= 0.4
     assert best["induction"] >= 0.5
     assert losses[:, period:].mean() < losses[:, :period].mean() - 2
+    first = zoo.embedded(trained=False).W_E.detach()
+    torch.rand(1)
+    assert torch.equal(zoo.embedded(trained=False).W_E, first), "whatever was drawn before"
     best, losses = pattern_scores(False, period)
     assert max(best.values()) < 0.2
     assert abs(losses[:, period:].mean() - losses[:, :period].mean()) < 0.5

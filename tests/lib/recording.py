@@ -183,14 +183,28 @@ def keyed(name: str, variant: str, answers: Mapping[str, Any]) -> dict[str, Entr
     return {f"{name}/{variant}/{q}": entry_of(value) for q, value in answers.items()}
 
 
-def record(kind: str) -> dict[str, Entry]:
-    """The entries of all subjects of a kind, as they answer now."""
-    from tests.lib.subjects import answered, cases
+def of_subject(kind: str, name: str, variant: str) -> dict[str, Entry]:
+    """The entries of a subject, as it answers now; of one kind also what its results say of
+    themselves, without what machines and versions change."""
+    from tests.lib.subjects import called
+    from tests.lib.subjects.row import results_in
 
-    entries: dict[str, Entry] = {}
-    for subject, variant in cases(kind):
-        entries |= keyed(subject.name, variant, answered(kind, subject.name, variant))
-    return entries
+    result, answers, _ = called(kind, name, variant)
+    said = []
+    for each in results_in(result) if kind == "gpt2" else ():
+        p = each.provenance
+        where = (p.corpus, p.token_hash, p.has_bos, p.window, p.contexts, p.normalized)
+        about = (type(each).__name__, *where, p.preset, p.seed, *p.sources, *p.flags)
+        said.append("; ".join(map(str, (*about, getattr(each, "chance", "")))))
+    return keyed(name, variant, answers | ({"said": said} if said else {}))
+
+
+def record(kind: str) -> dict[str, Entry]:
+    """The entries of all subjects of a kind."""
+    from tests.lib.subjects import cases
+
+    each = (of_subject(kind, subject.name, variant) for subject, variant in cases(kind))
+    return {key: entry for entries in each for key, entry in entries.items()}
 
 
 def tolerances(kind: str, keys: Iterable[str]) -> dict[str, float]:

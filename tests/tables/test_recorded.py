@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from tests.lib import recording
-from tests.lib.recording import Numbers, compare, entry_of, keyed, tolerances
-from tests.lib.subjects import SUBJECTS, answered
+from tests.lib.recording import Numbers, compare, entry_of, of_subject, tolerances
+from tests.lib.subjects import SUBJECTS
 from tests.lib.worlds import DAILY, KINDS, world
 
 
@@ -32,7 +32,7 @@ def test_answers_are_those_recorded(kind: str, name: str) -> None:
     new = {}
     for variant in subject.variants:
         if subject.exists(here, variant):
-            new |= keyed(name, variant, answered(kind, name, variant))
+            new |= of_subject(kind, name, variant)
     old = {key: e for key, e in recording.load(kind).items() if key.startswith(f"{name}/")}
     found = compare(old, new, tolerances(kind, new))
     assert not found, "\n".join(["(python -m tests --accept, if it is meant)", *map(str, found)])

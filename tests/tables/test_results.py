@@ -13,7 +13,7 @@ import inspect
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ import torch
 import tl_geometry as tlg
 from tests.lib.data import Provenance
 from tests.lib.subjects import SUBJECTS, called
+from tests.lib.subjects.row import results_in
 from tests.lib.worlds import world
 from tests.tables.answers import (
     HOSTILE,
@@ -72,19 +73,11 @@ def results() -> dict[str, tlg.Result]:
 
 def _add(found: dict[str, tlg.Result], value: Any) -> None:
     """Note results of classes that are new, and the results that these offer."""
-    for result in _results_in(value):
+    for result in results_in(value):
         if type(result).__name__ not in found:
             found[type(result).__name__] = result
             for answer in asked(result).values():
                 _add(found, answer)
-
-
-def _results_in(value: Any, depth: int = 0) -> Iterator[tlg.Result]:
-    if isinstance(value, tlg.Result):
-        yield value
-    elif isinstance(value, Mapping | list | tuple) and depth < 2:
-        for each in value.values() if isinstance(value, Mapping) else value:
-            yield from _results_in(each, depth + 1)
 
 
 def every(law: Callable[[Any], object]) -> dict[str, str]:

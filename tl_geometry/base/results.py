@@ -67,17 +67,22 @@ class Provenance:
     preset: str = "exact"
     seed: int | None = None
     dtype: str = "float32"
-    sources: tuple[str, ...] = ("song2023",)
+    sources: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
     hooks: tuple[str, ...] = ()
     normalized: bool = False
 
-    def flagged(self, *flags: str) -> Provenance:
-        """The same provenance with more flags (each once)."""
-        return dataclasses.replace(self, flags=tuple(dict.fromkeys([*self.flags, *flags])))
+    def flagged(self, *flags: str, **others: Any) -> Provenance:
+        """The same provenance with more flags (each once), and ``others`` of its fields."""
+        flags = tuple(dict.fromkeys([*self.flags, *flags]))
+        return dataclasses.replace(self, flags=flags, **others)
 
     def line(self) -> str:
-        """One line for captions."""
+        """One line for captions.
+
+        >>> Provenance(corpus="mine", contexts=8, preset="paper", flags=("few",)).line()
+        'mine, 8 contexts, preset paper, float32, few'
+        """
         shown = [self.model, self.library, "processed" if self.processed else None, self.corpus]
         shown.append(f"{self.contexts} contexts" if self.contexts else None)
         shown.append(f"window {self.window}" if self.window else None)

@@ -39,6 +39,7 @@ from tl_geometry.models.reader import as_view
 from tl_geometry.models.states import states_from_cache
 
 T = TypeVar("T")
+SOURCE = ("song2023",)
 KEEP_LIMIT = 2**30
 """Bytes that second moments, and context means, may take with ``"auto"``."""
 
@@ -130,7 +131,7 @@ def decompose(
         with torch.inference_mode():
             view.run(batch.tokens, hooks)
         work.close(at)
-    source = view.provenance(rows, normalized=normalize, flags=flags)
+    source = view.provenance(rows, normalized=normalize, sources=SOURCE, flags=flags)
     about = {"label_names": rows.label_names, "token_hashes": hashes}
     return work.basis(source, rows.tokens, view.decode, **about)
 
@@ -224,7 +225,8 @@ def _activations(
         expected, instead = "a tensor or an ActivationCache", "decompose(model, tokens)"
         require(fits, "activations", expected=expected, got=describe(source), instead=instead)
         h = states_from_cache(source)
-    return h.detach(), Provenance(dtype=str(h.dtype).removeprefix("torch."), corpus=corpus)
+    dtype = str(h.dtype).removeprefix("torch.")
+    return h.detach(), Provenance(dtype=dtype, corpus=corpus, sources=SOURCE)
 
 
 class Accumulation:

@@ -94,8 +94,8 @@ def inverse_values(S: Float[Tensor, "*batch rank"]) -> Float[Tensor, "*batch ran
     """``1 / S``, and 0 for singular values below :data:`NEGLIGIBLE` times the largest: maps drop
     those directions.
 
-    >>> inverse_values(torch.tensor([2.0, 0.0])).tolist()
-    [0.5, 0.0]
+    >>> inverse_values(torch.tensor([[2.0, 0.0], [0.0, 0.0]])).tolist()
+    [[0.5, 0.0], [0.0, 0.0]]
     """
     large = S.amax(-1, keepdim=True) * NEGLIGIBLE < S
     return torch.where(large, 1 / torch.where(large, S, 1.0), 0.0)

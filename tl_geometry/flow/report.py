@@ -85,7 +85,7 @@ def flow_report(
     far = outliers(ensemble.X)
     flags += [f"{len(far)} norm outliers kept"] if far else []
     chance = "A relative error of 1 is that of putting zero in the state's place."
-    return Table.of(rows, ensemble.provenance.flagged(*flags), chance=chance)
+    return Table.of(rows, ensemble.provenance.flagged(*flags, seed=seed), chance=chance)
 
 
 def compare_ensembles(ensembles: Mapping[str, Trajectories], *, k: int = 10) -> Table:

@@ -244,7 +244,7 @@ def contextual_report(
         per_state.append((values, null_values))
     if singular:
         flags.append(f"within-document covariance singular at states {singular}: no compactness")
-    return report_table(basis, sets, per_state, flags, LEAST, draws * nulls, CHANCE)
+    return report_table(basis, sets, per_state, flags, LEAST, draws * nulls, CHANCE, seed)
 
 
 MEASURES = {"position": position_states, "context": context_states}

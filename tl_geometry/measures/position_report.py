@@ -207,4 +207,4 @@ def positional_report(
         values["split_half"] = halves[row : row + 1]
         null_values = state.nulls(torch.stack(orders), signs, isotropic) if isotropic else {}
         per_state.append((values, null_values))
-    return report_table(basis, sets, per_state, flags, FEWEST, draws * nulls, CHANCE)
+    return report_table(basis, sets, per_state, flags, FEWEST, draws * nulls, CHANCE, seed)

@@ -4,6 +4,7 @@ what chance gives. The reports of position and context put their numbers here in
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,10 +30,13 @@ not stored for each block: intervals with the norm of the whole corpus, or with 
 position and context alone, covered 71 to 86% in the first states of a real model."""
 
 
-def table_of(basis: PositionContext, columns: Values, flags: Sequence[str], chance: str) -> Table:
-    """Columns of numbers as a table of a basis."""
+def table_of(
+    basis: PositionContext, columns: Values, flags: Sequence[str], chance: str, **others: Any
+) -> Table:
+    """Columns of numbers as a table of a basis; ``others`` of its provenance."""
     frame = {name: column.tolist() for name, column in columns.items()}
-    return Table.of(frame, basis.provenance.flagged(*flags, *basis.flags()), chance=chance)
+    provenance = basis.provenance.flagged(*flags, *basis.flags(), **others)
+    return Table.of(frame, provenance, chance=chance)
 
 
 def report_table(
@@ -43,6 +47,7 @@ def report_table(
     least: int,
     draws: int,
     chance: str,
+    seed: int,
 ) -> Table:
     """A row per state: for each measure its value, ``_se``, and for each null its mean and
     ``_sd``.
@@ -71,4 +76,4 @@ def report_table(
         columns[name] = torch.full_like(columns["state"], number)
     if sets.blocks and few:
         flags = (*flags, f"fewer than {least} contexts: no errors")
-    return table_of(basis, columns, flags, chance)
+    return table_of(basis, columns, flags, chance, seed=seed)

@@ -225,7 +225,8 @@ def provenance_of(
     start = int(after_bos and rows.has_bos) if basis is None else basis.window[0]
     # a prompt that ends before the window keeps its last position
     start = min(start, rows.tokens.shape[1] - 1)
-    window, remarks = (start, rows.tokens.shape[1]), () if basis is None else basis.remarks(view)
-    flags = tuple(dict.fromkeys([*flags, *remarks]))
-    about: dict[str, Any] = {"window": window, "flags": flags, "normalized": normalized}
-    return view.provenance(rows, streamed=False, **about)
+    about: dict[str, Any] = {"window": (start, rows.tokens.shape[1]), "normalized": normalized}
+    if basis is not None:
+        flags = [*flags, *basis.remarks(view)]
+        about["sources"] = basis.provenance.sources
+    return view.provenance(rows, streamed=False, flags=tuple(dict.fromkeys(flags)), **about)

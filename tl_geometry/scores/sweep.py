@@ -320,6 +320,7 @@ def _table(
         seed=seed,
         has_bos=has_bos,
         normalized=basis.provenance.normalized,
+        sources=basis.provenance.sources,
         flags=tuple(dict.fromkeys(flags)),
     )
     mass = torch.cat([of.mass.expand(view.n_heads) for of in of_layers])

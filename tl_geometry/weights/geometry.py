@@ -170,7 +170,7 @@ def weight_geometry(
     numbers = zip(*(columns[name].tolist() for name in NUMBERS), strict=True)
     of_basis = ("corpus", "token_hash", "has_bos", "window", "contexts", "normalized")
     about: dict[str, Any] = {name: getattr(basis.provenance, name) for name in of_basis}
-    about["flags"] = (*flags, *basis.flags())
+    about |= {"seed": seed, "flags": (*flags, *basis.flags())}
     return WeightGeometry(
         provenance=view.provenance(sources=("song2023",), **about),
         names=("layer", "head", *NUMBERS),

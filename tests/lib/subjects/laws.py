@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.lib.subjects.row import Answers, Subject, match, plain
+from tests.lib.subjects.row import Answers, Subject, match, plain, results_in
 from tests.lib.worlds import World, loadings, world
 from tl_geometry import GeometryError, ReconstructionError
 
@@ -91,8 +91,10 @@ def again(subject: Subject, variant: str, here: World, answers: Answers) -> None
 
 
 def seeds(subject: Subject, variant: str, here: World, answers: Answers) -> None:
-    """Another seed changes what is drawn, and nothing else."""
-    other = subject.answer(here, variant, seed=5)
+    """Another seed changes what is drawn, and nothing else, and results say it."""
+    result = subject.result(here, variant, seed=5)
+    other, said = subject.told(result), {each.provenance.seed for each in results_in(result)}
+    assert said <= {5} or subject.excused("seeds", "said"), f"{subject.name}: seed {said}"
     drawn: set[str] = set()
     for pattern in subject.seeds:
         of = {q for q in answers.keys() | other if match({pattern: True}, f"{variant}/{q}")}

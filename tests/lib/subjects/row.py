@@ -9,7 +9,7 @@ recorded numbers stay.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import tl_geometry as tlg
 from tests.lib.worlds import World
 
 Answers = dict[str, Any]
@@ -127,6 +128,15 @@ def plain(value: Any) -> Any:
     if array.dtype == object:
         raise TypeError(f"expected numbers or strings, got {value!r}")
     return array.astype(np.float64)
+
+
+def results_in(value: Any, depth: int = 0) -> Iterator[tlg.Result]:
+    """The results that a call gives."""
+    if isinstance(value, tlg.Result):
+        yield value
+    elif isinstance(value, Mapping | list | tuple) and depth < 2:
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from results_in(each, depth + 1)
 
 
 def label(head: Any) -> str:

@@ -146,7 +146,6 @@ GROUPS = (
                 "answer",
             ),
             "a method of no name": ({"method": "eap"}, "method"),
-            "no steps": ({"method": "integrated", "steps": 0}, "steps"),
             "a name as a metric": "kl",
             "a metric and answers": (
                 {"metric": metric(lambda logits: logits[:, -1, 5]), "answer": (5, 6)},

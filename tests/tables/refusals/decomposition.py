@@ -48,7 +48,6 @@ GROUPS = (
         },
         wrong={
             "a state beyond the last": [9],
-            "a state below zero": [-1],
             "a state twice": [1, 1],
             "a state of no name": ["blocks.1.hook_nothing"],
             "a window of halves": ({"window": (1.5, 8.0)}, "window"),
@@ -79,8 +78,6 @@ GROUPS = (
             "integers": lambda s: torch.ones(4, 5, 6).long(),
             "two axes": lambda s: noise(4, 5),
             "no contexts": lambda s: noise(0, 5, 6),
-            "on the meta device": lambda s: noise(4, 5, 6).to("meta"),
-            "sparse": lambda s: noise(4, 5, 6).to_sparse(),
             "a window beyond": ({"window": (1, 9)}, "window"),
             "labels of other contexts": ({"labels": [0, 1]}, "labels"),
             "a cache of one layer": (

@@ -75,7 +75,6 @@ GROUPS = (
             "no column": (lambda s: render.heads(s.w.sweep, "nothing"), "value"),
             "a label": (lambda s: render.heads(s.w.sweep, "head"), "value"),
             "a state beyond": (lambda s: render.gram(s.w.basis, 99), "state"),
-            "a state below zero": (lambda s: render.gram(s.w.basis, -1), "state"),
             "shares of no name": (lambda s: render.head_shares(s.w.sweep, share="x"), "share"),
             "a file of no kind": (lambda s: VARIANCE(s).save(s.folder / "a.docx"), "path"),
             "below a file": (lambda s: VARIANCE(s).save(s.path("plain") / "a.html"), "."),

@@ -117,6 +117,7 @@ GROUPS = (
             "shares of nothing": (lambda s: s.w.split.shares(drop=99), "drop"),
             "shares from before": (lambda s: s.w.split.shares(drop=-1), "drop"),
             "no column": (lambda s: s.w.sweep.top("nothing"), "column"),
+            "a column of words": (lambda s: s.w.sweep.top("dominant_group"), "column"),
             "planes without them": (lambda s: s.w.sweep.planes(), "planes"),
             "LaTeX of no column": (lambda s: s.w.sweep.to_latex(["nothing"]), "columns"),
             "beyond the last": (lambda s: s.rotary.split.on_planes(99), "planes"),
