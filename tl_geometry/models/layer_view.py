@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -27,8 +28,9 @@ Scores = Float[Tensor, "batch head query key"]
 SUMMANDS = 256
 """Up to this many keys the sum of a row of the pattern rounds no more than one number does; beyond,
 its bound grows with the root of the number of keys (:meth:`LayerView.report`)."""
-CHUNK = 2**25
-"""Cells of scores that are compared at a time (128 MiB in float32)."""
+CHUNK = {"cpu": 2**18, "cuda": 2**25}
+"""Cells of scores that are compared at a time, by type of device: what stays in the cache of a CPU
+core (1 MiB in float32), or enough to fill a GPU."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -116,10 +118,12 @@ class LayerView(Attention):
 
     # ---- scores and pattern
 
-    def logits(self, scores: Scores, heads: Any = slice(None)) -> tuple[Tensor, Tensor]:
-        """What the model takes the softmax of, and where: scores of some heads after any soft cap,
-        a sink as one more key that is always allowed."""
-        scores, allowed = soft_cap(scores, self.softcap), self.allowed.to(scores.device)
+    def logits(
+        self, scores: Scores, heads: Any = slice(None), rows: slice = slice(None)
+    ) -> tuple[Tensor, Tensor]:
+        """What the model takes the softmax of, and where: scores of some heads and queries after
+        any soft cap, a sink as one more key that is always allowed."""
+        scores, allowed = soft_cap(scores, self.softcap), self.allowed[rows].to(scores.device)
         if self.sinks is None:
             return scores, allowed
         sink = self.sinks[heads, None, None].expand(*scores.shape[:-1], 1).to(scores)
@@ -141,9 +145,13 @@ class LayerView(Attention):
             if value is not None:
                 error = float((raw[w] - value).abs().max())
                 checks[w] = error, reconstruction_bound(self.roundoff, float(of_raw[w].max()))
-        heads, cells = self.q.shape[2], self.q.shape[0] * self.allowed.numel()
-        step = max(1, CHUNK // cells)
-        found = [self._errors(slice(i, i + step)) for i in range(0, heads, step)]
+        batch, queries, heads, _ = self.q.shape
+        of_row = batch * self.allowed.shape[1]
+        most = CHUNK.get(self.q.device.type, CHUNK["cuda"])
+        rows = max(1, min(queries, most // of_row))
+        step = max(1, most // (rows * of_row))
+        blocks = product(range(0, heads, step), range(0, queries, rows))
+        found = [self._errors(slice(i, i + step), slice(j, j + rows)) for i, j in blocks]
         # torch's max, because a NaN stays
         worst = {n: float(torch.stack([errors[n] for errors in found]).max()) for n in found[0]}
         scale = worst.pop("scale")
@@ -161,27 +169,30 @@ class LayerView(Attention):
         sizes = {w: float(self.sizes_entering(of_raw[w], raw[w], w).max()) for w in "qk"}
         return ReconstructionReport(checks=checks, scale=scale, sizes=sizes)
 
-    def _errors(self, heads: slice) -> dict[str, Tensor]:
-        """The largest errors of scores and pattern of some heads, and the size A of the scores
-        (``"scale"``): the same products of absolute values, ``|q - q0| + |q0|`` of a query with
-        constant q0, and keys alike."""
-        q, q0, k, k0 = (x[:, :, heads] for x in (self.q, self.q_constant, self.k, self.k_constant))
+    def _errors(self, heads: slice, rows: slice) -> dict[str, Tensor]:
+        """The largest errors of scores and pattern of some heads and queries, and the size A of the
+        scores (``"scale"``): the same products of absolute values, ``|q - q0| + |q0|`` of a query
+        with constant q0, and keys alike."""
+        q, q0 = (x[:, rows, heads] for x in (self.q, self.q_constant))
+        k, k0 = (x[:, :, heads] for x in (self.k, self.k_constant))
+        allowed = self.allowed[rows]
         total = scores_of(q, k, self.scale)
         size = scores_of((q - q0).abs() + q0.abs(), (k - k0).abs() + k0.abs(), self.scale)
         if self.bias is not None:
-            total, size = total + self.bias[heads], size + self.bias[heads].abs()
+            bias = self.bias[heads, rows]
+            total, size = total + bias, size + bias.abs()
         capped = soft_cap(total, self.softcap)
-        errors = {"scale": torch.where(self.allowed, size, 0.0).amax()}
+        errors = {"scale": torch.where(allowed, size, 0.0).amax()}
         if self.scores is not None:
-            gap = (capped - self.scores[:, heads]).abs()
-            errors["scores"] = torch.where(self.allowed, gap, 0.0).amax()
+            gap = (capped - self.scores[:, heads, rows]).abs()
+            errors["scores"] = torch.where(allowed, gap, 0.0).amax()
         if self.pattern is not None:
-            pattern = self.pattern[:, heads]
-            errors["pattern"] = pattern_error(capped, pattern, self.allowed, self.roundoff)
+            pattern = self.pattern[:, heads, rows]
+            errors["pattern"] = pattern_error(capped, pattern, allowed, self.roundoff)
             # row-centred logarithms do not see what the rows sum to: one, less the sink's share
             whole = torch.ones(())
             if self.sinks is not None:
-                with_sink, seen = self.logits(total, heads)
+                with_sink, seen = self.logits(total, heads, rows)
                 whole = masked_softmax(with_sink.double(), seen)[..., :-1].sum(-1)
             errors["pattern sum"] = (pattern.sum(-1, dtype=torch.float64) - whole).abs().max()
         return errors
