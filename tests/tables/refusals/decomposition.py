@@ -47,7 +47,6 @@ GROUPS = (
             "labels": {"labels": lambda s: [i % 3 for i in range(len(s.w.corpus))]},
         },
         wrong={
-            "a state beyond the last": [9],
             "a state twice": [1, 1],
             "a state of no name": ["blocks.1.hook_nothing"],
             "a window of halves": ({"window": (1.5, 8.0)}, "window"),
