@@ -194,7 +194,8 @@ def of_subject(kind: str, name: str, variant: str) -> dict[str, Entry]:
     for each in results_in(result) if kind == "gpt2" else ():
         p = each.provenance
         where = (p.corpus, p.token_hash, p.has_bos, p.window, p.contexts, p.normalized)
-        about = (type(each).__name__, *where, p.preset, p.seed, *p.sources, *p.flags)
+        flags = (flag for flag in p.flags if "transformer_lens" not in flag)
+        about = (type(each).__name__, *where, p.preset, p.seed, *p.sources, *flags)
         said.append("; ".join(map(str, (*about, getattr(each, "chance", "")))))
     return keyed(name, variant, answers | ({"said": said} if said else {}))
 

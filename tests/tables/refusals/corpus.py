@@ -65,7 +65,6 @@ GROUPS = (
             "no contexts": lambda s: s.w.corpus[:0],
             "ragged lists": [[1, 2, 3], [1, 2]],
             "strings among ids": ({"tokens": [[1, 2], [1, "b"]]}, "tokens|texts"),
-            "None": None,
             "an empty generator": lambda s: iter(()),
             "beyond the vocabulary": lambda s: s.w.corpus + 5000,
             "below zero": lambda s: s.w.corpus - 5000,
