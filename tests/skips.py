@@ -30,14 +30,10 @@ def expected() -> dict[str, bool]:
 
 def unexpected(reasons: Iterable[str], environment: Mapping[str, str] = os.environ) -> list[str]:
     """Reasons that nothing here explains; none outside CI, where a user may have installed less."""
-    if environment.get("CI", "").lower() not in ("1", "true", "yes"):
-        return []
     reasons = set(reasons)
-    known = (
-        [re.compile(pattern, re.DOTALL) for pattern, holds in expected().items() if holds]
-        if reasons
-        else []
-    )
+    if not reasons or environment.get("CI", "").lower() not in ("1", "true", "yes"):
+        return []
+    known = [re.compile(pattern, re.DOTALL) for pattern, holds in expected().items() if holds]
     return sorted(r for r in reasons if not any(k.fullmatch(r) for k in known))
 
 

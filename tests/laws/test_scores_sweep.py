@@ -68,11 +68,8 @@ def jackknife(
         corrected = len(h) * whole.numpy() - ((1 - share).reshape(shape) * s).sum(0)
         pseudo = h.reshape(shape) * whole.numpy() - (h - 1).reshape(shape) * s
         v = ((pseudo - corrected) ** 2 / (h - 1).reshape(shape)).mean(0)
-        value, variance, squares = (
-            value + corrected - whole.numpy(),
-            variance + v,
-            squares + v**2 / (len(h) - 1),
-        )
+        value = value + corrected - whole.numpy()
+        variance, squares = variance + v, squares + v**2 / (len(h) - 1)
     reach = stats.t.ppf(0.975, variance**2 / squares) * np.sqrt(variance)
     return [value, value - reach, value + reach]
 

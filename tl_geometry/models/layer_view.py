@@ -135,10 +135,14 @@ class LayerView(Attention):
         return masked_softmax(*self.logits(scores, list(heads)))[..., : self.allowed.shape[-1]]
 
     def report(
-        self, raw: Mapping[str, Tensor], hooked: Mapping[str, Tensor | None]
+        self,
+        raw: Mapping[str, Tensor],
+        hooked: Mapping[str, Tensor | None],
+        rows: slice = slice(None),
     ) -> ReconstructionReport:
-        """Queries, keys, scores and pattern against the model's own. ``raw`` holds queries and keys
-        before QK-norm and rotation, ``hooked`` the model's, where they are known."""
+        """Queries, keys, and of some query ``rows`` scores and pattern, against the model's own.
+        ``raw`` holds queries and keys before QK-norm and rotation, ``hooked`` the model's, where
+        they are known."""
         checks: dict[str, tuple[float, float]] = {}
         of_raw = {w: self.magnitudes(self.h, w) for w in "qk"}
         for w, value in hooked.items():
@@ -148,10 +152,14 @@ class LayerView(Attention):
         batch, queries, heads, _ = self.q.shape
         of_row = batch * self.allowed.shape[1]
         most = CHUNK.get(self.q.device.type, CHUNK["cuda"])
-        rows = max(1, min(queries, most // of_row))
-        step = max(1, most // (rows * of_row))
-        blocks = product(range(0, heads, step), range(0, queries, rows))
-        found = [self._errors(slice(i, i + step), slice(j, j + rows)) for i, j in blocks]
+        first, end, every = rows.indices(queries)
+        at_once = every * max(1, min(-(-(end - first) // every), most // of_row))
+        step = max(1, most * every // (at_once * of_row))
+        blocks = product(range(0, heads, step), range(first, end, at_once))
+        found = [
+            self._errors(slice(i, i + step), slice(j, min(j + at_once, end), every))
+            for i, j in blocks
+        ]
         # torch's max, because a NaN stays
         worst = {n: float(torch.stack([errors[n] for errors in found]).max()) for n in found[0]}
         scale = worst.pop("scale")

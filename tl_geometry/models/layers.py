@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 
 from tl_geometry.base.checks import index
@@ -36,7 +37,11 @@ from tl_geometry.models.parameters import (
     part,
     upcast,
 )
-from tl_geometry.models.reconstruction import ReconstructionReport, require_reconstruction
+from tl_geometry.models.reconstruction import (
+    ReconstructionReport,
+    require_reconstruction,
+    some_rows,
+)
 from tl_geometry.models.runner import TABLES, Hook, Runner, brief, hooked_points, keep
 from tl_geometry.models.states import entries_of
 
@@ -160,10 +165,10 @@ class Layers(Runner):
         tables = ("hook_cos", "hook_sin")  # those of all contexts
         one = {k: v if k.endswith(tables) else v[row : row + 1] for k, v in activations.items()}
         read = self._read(layer, activations)  # its weights serve both
-        return (
-            self._build(layer, one, verify=True, read=read),
-            self._build(layer, activations, verify=False, read=read),
-        )
+        length = activations[f"blocks.{layer}.hook_resid_pre"].shape[1]
+        checked = self._build(layer, one, verify=True, read=read, rows=some_rows(length))
+        every = self._build(layer, activations, verify=False, read=read, allowed=checked.allowed)
+        return checked, every
 
     def _read(self, layer: int, activations: Mapping[str, Tensor]) -> Attention:
         """The layer with its tensors as they are now, under the rotation of a pass."""
@@ -178,11 +183,14 @@ class Layers(Runner):
         *,
         verify: bool,
         read: Attention | None = None,
+        allowed: Bool[Tensor, "query key"] | None = None,
+        rows: slice = slice(None),
     ) -> LayerView:
-        """The view of a layer from its activations by hook name."""
+        """The view of a layer from its activations by hook name, of which query ``rows`` are
+        verified."""
         if verify and torch.is_grad_enabled():
             with torch.no_grad():
-                return self._build(layer, activations, verify=True, read=read)
+                return self._build(layer, activations, verify=True, read=read, rows=rows)
         prefix, module = f"blocks.{layer}.attn.", self._model.blocks[layer].attn
         h = upcast(activations[f"blocks.{layer}.hook_resid_pre"])
         attention, length = read or self._read(layer, activations), h.shape[1]
@@ -193,7 +201,8 @@ class Layers(Runner):
         # queries and keys are the model's own where they are not verified
         raw = {w: attention.raw(h, w) if verify or x is None else x for w, x in zip("qk", (q, k))}
         masked = activations.get(f"{prefix}hook_attn_scores") if reading.has_scores else None
-        allowed = allowed_cells(module, reading, length, self.causal, masked, h)
+        if allowed is None:
+            allowed = allowed_cells(module, reading, length, self.causal, masked, h)
         scores = None if masked is None else _detached(scores)
         frozen = attention.frozen(h, raw)
         view = LayerView(
@@ -212,7 +221,7 @@ class Layers(Runner):
         )
         if not verify:
             return view
-        report = view.report(raw, {"q": q, "k": k})
+        report = view.report(raw, {"q": q, "k": k}, rows)
         if not report.adds_up:  # to look for hooks takes as long as a check
             hooks = [n for n in hooked_points(self._model) if n.startswith(f"blocks.{layer}.")]
             acting = f", under hooks at {brief(hooks)}" if hooks else ""
@@ -237,8 +246,8 @@ class Layers(Runner):
         With ``verify`` each layer's scores, patterns, queries and keys are recomputed and compared,
         and a layer that does not add up raises ``ReconstructionError``; without it queries and keys
         are the model's own, from its hooks, and nothing is recomputed. ``sample`` is a pair (row,
-        function): that context alone is verified, by itself in the same pass, and its view given to
-        the function.
+        function): that context alone is verified, by itself in the same pass (of a long one
+        :func:`~tl_geometry.models.reconstruction.some_rows`), and its view given to the function.
         """
 
         def take(layer: int, activations: Mapping[str, Tensor]) -> None:

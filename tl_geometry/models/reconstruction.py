@@ -23,6 +23,10 @@ TIE = 0.99
 """A later candidate must be better by 1%: equal ones differ by rounding, and the first is the one
 that the module itself declares."""
 
+CHECKED_ROWS = 512
+"""Query rows of a sampled context that are compared at most: all of a long one would cost more than
+the sums that the check stands beside."""
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ReconstructionReport:
@@ -83,6 +87,17 @@ def reconstruction_bound(roundoff: float, scale: float) -> float:
     True
     """
     return (32 if roundoff <= 2**-24 else 4) * max(roundoff, 2**-24) * scale
+
+
+def some_rows(length: int) -> slice:
+    """At most :data:`CHECKED_ROWS` evenly spaced query rows, the last, which sees most keys, among
+    them.
+
+    >>> some_rows(512), some_rows(2000)
+    (slice(0, 512, 1), slice(3, 2000, 4))
+    """
+    every = -(-length // CHECKED_ROWS)
+    return slice((length - 1) % every, length, every)
 
 
 def nearest(candidates: Iterable[tuple[T, float]], enough: float = 0.0) -> tuple[T, float]:

@@ -50,13 +50,14 @@ def compare_parts(
     q: Float[Tensor, "part batch query head d_head"],
     k: Float[Tensor, "part batch key head d_head"],
     heads: list[int],
+    rows: slice = slice(None),
 ) -> tuple[list[Check], float, tuple[str, ...]]:
     """The sums of parts of some heads (``q`` after the scale) beside the queries and keys of a
     verified layer, whose scores and patterns are the model's: the checks, A of the bound of the
     scores, and remarks on rounding. What does not add up is refused.
 
-    A is the largest ``sum_e (sum_a |q_a,e|) (sum_b |k_b,e|) + |bias|`` over allowed cells. Scores
-    are formed a few heads at a time.
+    A is the largest ``sum_e (sum_a |q_a,e|) (sum_b |k_b,e|) + |bias|`` over allowed cells of some
+    query ``rows``. Scores are formed a few heads at a time.
     """
     compared: list[Check] = [
         (layer.layer, name, *pair) for name, pair in layer.reconstruction.checks.items()
@@ -68,16 +69,17 @@ def compare_parts(
         compared.append((layer.layer, name, error, reconstruction_bound(layer.roundoff, size)))
     require_reconstruction(compared, f"split of layer {layer.layer}")
     sizes, spreads = list[Tensor](), list[Tensor]()
-    sums = [(q.sum(0), k.sum(0)), (q.abs().sum(0), k.abs().sum(0))]
-    step = max(1, CELLS // (q.shape[1] * layer.allowed.numel()))
+    of_rows, allowed = q[:, :, rows], layer.allowed[rows]
+    sums = [(of_rows.sum(0), k.sum(0)), (of_rows.abs().sum(0), k.abs().sum(0))]
+    step = max(1, CELLS // (q.shape[1] * allowed.numel()))
     for at in range(0, len(heads), step):
         of_some = [(a[:, :, at : at + step], b[:, :, at : at + step]) for a, b in sums]
         total, size = (scores_of(a, b, 1.0) for a, b in of_some)
         if layer.bias is not None:
-            bias = layer.bias[heads[at : at + step]]
+            bias = layer.bias[heads[at : at + step]][:, rows]
             total, size = total + bias, size + bias.abs()
-        sizes.append(torch.where(layer.allowed, size, 0.0).max())
-        spreads.append(head_spreads(total, layer.allowed))
+        sizes.append(torch.where(allowed, size, 0.0).max())
+        spreads.append(head_spreads(total, allowed))
     own, scale = layer.reconstruction.scale, float(torch.stack(sizes).max())
     flags = judge_rounding(
         layer.roundoff, (own, scale), torch.cat(spreads).cpu(), f"layer {layer.layer}"

@@ -40,6 +40,7 @@ from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reader import as_view
+from tl_geometry.models.reconstruction import some_rows
 from tl_geometry.models.rotary import RotaryPlanes
 from tl_geometry.models.writers import GRAINS
 from tl_geometry.scores import resampling
@@ -117,8 +118,9 @@ def sweep_heads(
     Returns a :class:`SweepTable`, one row per head: ``.to_dataframe()``, ``.top("induction", 10)``.
 
     Raises ``ReconstructionError`` where the split does not reproduce the model's own queries, keys,
-    scores and patterns (checked on one context of every batch), ``GeometryError`` for a basis of
-    another model or of fewer positions, and for intervals of windows that the basis has seen.
+    scores and patterns (checked on one context of every batch, of a long one on 512 query rows),
+    ``GeometryError`` for a basis of another model or of fewer positions, and for intervals of
+    windows that the basis has seen.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
@@ -221,7 +223,8 @@ class LayerSums:
         if layer.softcap is not None:
             self.flags["scores before the soft cap"] = None
         q, k = (torch.cat(pair) for pair in zip(known, cvec, strict=True))
-        self.flags |= dict.fromkeys(compare_parts(layer, q, k, list(range(q.shape[3])))[2])
+        rows, heads = some_rows(q.shape[2]), list(range(q.shape[3]))
+        self.flags |= dict.fromkeys(compare_parts(layer, q, k, heads, rows)[2])
 
     def add(self, layer: LayerView) -> None:
         """Take in one layer of one batch, a few contexts at a time."""

@@ -26,10 +26,6 @@ def fresh(dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
         return bridge_of(hf_model("gpt2", dtype, **changes))
 
 
-def of_torch(s: Scene) -> Any:
-    return torch.nn.Identity()
-
-
 def of_transformers(s: Scene) -> Any:
     with torch.random.fork_rng():
         return hf_model("gpt2")
@@ -69,6 +65,15 @@ def grows(value: torch.Tensor, hook: Any) -> torch.Tensor:
     return 1.1 * value
 
 
+def long(row: int) -> Any:
+    """A sweep of 600 positions, every other of which is compared, with one row changed."""
+    model, ids = fresh(n_positions=600), 3 + torch.arange(3600).view(6, 600) % 53
+    basis = tlg.decompose(model, ids, progress=False)
+    act = lambda pattern, hook: pattern.index_fill(2, torch.tensor([row]), 1 / 600)
+    with model.hooks(fwd_hooks=[("blocks.1.attn.hook_pattern", act)]):
+        return tlg.sweep_heads(model, ids, basis, progress=False)
+
+
 def load(s: Scene, name: Any, **options: Any) -> Any:
     with warnings.catch_warnings(), torch.random.fork_rng():
         warnings.simplefilter("ignore")
@@ -84,7 +89,7 @@ def folder(s: Scene, files: dict[str, bytes]) -> Any:
 NO_MODEL = {
     "a name": ({"model": "gpt2"}, "model", UNSUPPORTED),
     "None": ({"model": None}, "model", UNSUPPORTED),
-    "a module of torch": ({"model": of_torch}, "model", UNSUPPORTED),
+    "a module of torch": ({"model": lambda s: torch.nn.Identity()}, "model", UNSUPPORTED),
     "a model of transformers": ({"model": of_transformers}, "model", UNSUPPORTED),
 }
 
@@ -126,9 +131,11 @@ GROUPS = (
         right={
             "one that looks": lambda s: hooked(s, lambda value, hook: None),
             "one that acts on the stream": lambda s: hooked(s, grows, "blocks.0.hook_mlp_out"),
+            "one that changes a row between": lambda s: long(-2),
         },
         wrong={
             "one that changes queries": (lambda s: hooked(s, grows), "layer 1", RECONSTRUCTION),
+            "one that changes the last row": (lambda s: long(-1), "layer 1", RECONSTRUCTION),
             "one that masks keys of a prompt": (
                 lambda s: hooked(s, masks_a_key, "blocks.1.attn.hook_attn_scores"),
                 "mask|layer 1",
