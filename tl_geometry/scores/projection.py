@@ -99,25 +99,20 @@ def split_heads(
 ) -> tuple[
     Float[Tensor, "part batch query head d_head"], Float[Tensor, "part batch key head d_head"]
 ]:
-    """Queries (with the score scale) and keys of bias, pos and cvec (or the 2 G + 1 parts of
-    groups), for some heads. cvec is the remainder, so these parts always add up; the sweep checks
-    cvec separately. Gradients pass."""
-    projected, groups = [], len(mapped.share)
-    share = mapped.share.to(layer.q).unsqueeze(1)
+    """Queries (with the score scale) and keys of bias, pos and cvec (of one group), for some heads.
+    cvec is the remainder, so these parts always add up; the sweep checks cvec separately. Gradients
+    pass."""
+    projected = []
     for which, scale in (("q", layer.scale), ("k", 1.0)):
-        total, constant = (getattr(layer, name) for name in (which, f"{which}_constant"))
+        total, constant = (
+            rearrange(getattr(layer, name)[..., heads, :], "b i h e -> b h i e")
+            for name in (which, f"{which}_constant")
+        )
         frozen = frozen_scale(layer, which, mapped.normalized)[..., heads]
-        total, constant = (x[..., heads, :] for x in (total, constant))
-        of_basis = getattr(mapped, which)[heads]
-        batch, length, n_heads, width = total.shape
-        parts = total.new_empty(batch, n_heads, length, 2 * groups + 1, width)
-        parts[..., :-1, :] = of_basis * rearrange(frozen * scale, "b i h -> b h i 1 1")
-        # no copy of the constants, which are most often one row for all tokens
-        constants = rearrange(constant, "b i h e -> b h i 1 e")
-        parts[..., :groups, :].addcmul_(constants, share * scale)
-        rest = rearrange(total * scale, "b i h e -> b h i e") - parts[..., :-1, :].sum(-2)
-        parts[..., -1, :] = rest
-        projected.append(rearrange(parts, "b h i part e -> part b i h e"))
+        of_basis = getattr(mapped, which)[heads] * rearrange(frozen, "b i h -> b h i 1 1")
+        bias, pos = of_basis.unbind(3)
+        parts = torch.stack([bias + constant, pos, total - bias - constant - pos]) * scale
+        projected.append(rearrange(parts, "part b h i e -> part b i h e"))
     q, k = projected
     return q, k
 
@@ -130,21 +125,24 @@ def shared_heads(
     groups of contexts, and whether constants, which belong to the bias, are a part between them."""
     rest, constants, scales = list[Tensor](), list[Tensor](), list[Tensor]()
     for which, scale in (("q", layer.scale), ("k", 1.0)):
-        of_layer = (getattr(layer, name) for name in (which, f"{which}_constant"))
-        total, constant = (x[contexts, start:].transpose(1, 2) * scale for x in of_layer)
-        frozen = frozen_scale(layer, which, mapped.normalized)[contexts, start:].mT * scale
-        of_basis = getattr(mapped, which)[:, start:].sum(2)
-        rest.append(torch.addcmul(total - constant, frozen.unsqueeze(-1), of_basis, value=-1))
+        total, constant = (
+            getattr(layer, n)[contexts, start:] for n in (which, f"{which}_constant")
+        )
+        constant = constant[:1] if constant.stride(0) == 0 else constant  # one for all contexts
+        total, constant = (rearrange(x * scale, "b i h e -> h b i e") for x in (total, constant))
+        frozen = frozen_scale(layer, which, mapped.normalized)[contexts, start:] * scale
+        scales.append(rearrange(frozen, "b i h -> h b i"))
+        of_basis = getattr(mapped, which)[:, start:].sum(2).unsqueeze(1)
+        rest.append(torch.addcmul(total - constant, scales[-1].unsqueeze(-1), of_basis, value=-1))
         constants.append(constant)
-        scales.append(frozen)
     shared, own = [Shared(mapped.q[:, start:], mapped.k[:, start:], *scales)], [rest]
     has_constant = any(bool(x.any()) for x in constants)
-    if has_constant and all(bool((x == x[:1]).all()) for x in constants):
-        same = [x[0].unsqueeze(2) for x in constants]
-        shared.append(Shared(*same, *map(torch.ones_like, scales)))
+    if has_constant and all(bool((x == x[:, :1]).all()) for x in constants):
+        q, k = (x[:, 0].unsqueeze(2) for x in constants)
+        shared.append(Shared(q, k, None, None))
     elif has_constant:  # a QK-norm scales them
-        own = [constants, rest]
-    q, k = (rearrange(list(x), "part b h i e -> part b i h e") for x in zip(*own, strict=True))
+        own = [[x.expand_as(rest[0]) for x in constants], rest]
+    q, k = (rearrange(list(x), "part h b i e -> part b i h e") for x in zip(*own, strict=True))
     return q, k, shared, has_constant
 
 

@@ -38,7 +38,7 @@ from torch.nn.functional import pad
 
 from tl_geometry.base.linalg import unit_roundoff
 from tl_geometry.base.sums import Sums
-from tl_geometry.scores.shared_parts import Shared, with_shared
+from tl_geometry.scores.shared_parts import Shared, TermSums
 
 SHARES = ("cs", "gs")
 """Covariance and gain share."""
@@ -165,9 +165,8 @@ def sums_of_some(
     The mean over positions is first subtracted from the keys. That changes each row of a term by a
     constant, which row-centring removes, and leaves smaller numbers to round.
     """
-    queries = rearrange(q, "a b i h e -> b h i a e").contiguous()
-    keys = rearrange(k, "c b j h e -> b h j c e").contiguous()
-    parts = sum(one.q.shape[2] for one in shared) + len(q)
+    queries = rearrange(q, "a b i h e -> h b i a e").contiguous()
+    keys = rearrange(k, "c b j h e -> h b j c e").contiguous()
     planes = 1 if plane is None else int(plane.max()) + 1
     plane = None if plane is None else plane.to(q.device)
     sides, sizes = list[Tensor](), list[Tensor]()
@@ -176,29 +175,28 @@ def sums_of_some(
         own = torch.linalg.vector_norm(x.flatten(2), dim=-1).double()
         sizes.append(reduce(torch.hypot, [own, *(one.size(which) for one in shared)]))
     query, shift = sides[0], sides[1].mean(2, keepdim=True)
-    key = sides[1] - shift
-    heads, tables = q.shape[3], (keys - keys.mean(2, keepdim=True)).flatten(3)
-    contract = partial(_pairs, plane, planes)
-    zeros = torch.zeros(2, heads, planes, parts**2, dtype=torch.float64, device=q.device)
-    pairs, of_bias = zeros, zeros.new_zeros(2, heads, int(bias is not None))
-    totals, bias_squares = zeros.new_zeros(2, heads), zeros.new_zeros(heads)
+    key, own = sides[1] - shift, keys - keys.mean(2, keepdim=True)
+    terms = [TermSums(shared, own, partial(_pairs, plane, planes)) for _ in range(2)]
+    totals = torch.zeros(2, q.shape[3], dtype=torch.float64, device=q.device)
+    of_bias = totals.new_zeros(*totals.shape, int(bias is not None))
+    bias_squares = torch.zeros_like(totals[0])
     for block, centred, block_bias, moved in block_scores(
         query, key, blocks, key_shift=shift, bias=bias, softcap=softcap
     ):
         rows = queries[:, :, block.rows]
         for n, weight in enumerate((centred, moved)):
-            seen = tables[:, :, : block.end]
-            pairs[n] += with_shared(weight, rows, seen, shared, block.rows, contract)
+            terms[n].add(weight, rows, block.rows)
             if block_bias is not None:
-                of_bias[n, :, 0] += (weight * block_bias).sum((0, 2, 3), dtype=torch.float64)
-        totals[0] += torch.linalg.vector_norm(centred, dim=(2, 3)).double().square().sum(0)
-        totals[1] += moved.mul_(centred).sum(-1).sum((0, 2), dtype=torch.float64)
+                of_bias[n, :, 0] += (weight * block_bias).sum((1, 2, 3), dtype=torch.float64)
+        totals[0] += torch.linalg.vector_norm(centred, dim=(2, 3)).double().square().sum(1)
+        totals[1] += moved.mul_(centred).sum(-1).sum((1, 2), dtype=torch.float64)
         if block_bias is not None:
-            bias_squares += len(q[0]) * block_bias.square().sum((1, 2), dtype=torch.float64)
+            bias_squares += len(q[0]) * block_bias.square().sum((1, 2, 3), dtype=torch.float64)
     # rounding of a score is at most 32 u |q| |k|, as in models.reconstruction; the squares of all
     # cells sum to at most (32 u)^2 sum |q|^2 sum |k|^2
     unit = 32 * unit_roundoff(q.dtype)
-    floor = (unit * sizes[0] * sizes[1]).square().sum(0) + unit**2 * bias_squares
+    floor = (unit * sizes[0] * sizes[1]).square().sum(1) + unit**2 * bias_squares
+    pairs = torch.stack([sums.total() for sums in terms])
     numerators, gains = torch.cat([pairs.sum(2), of_bias], -1)
     return ShareSums(
         numerators=numerators,
@@ -213,17 +211,17 @@ def sums_of_some(
 def _pairs(
     plane: Int[Tensor, " d_head"] | None,
     planes: int,
-    rows: Float[Tensor, "batch head query part d_head"],
-    weighted: Float[Tensor, "batch head query column d_head"],
+    rows: Float[Tensor, "head batch query part d_head"],
+    weighted: Float[Tensor, "head batch query column d_head"],
 ) -> Float[Tensor, "head plane part column"]:
     """Products of queries and weighted keys of all parts over contexts and queries, by rotary plane
     (without ``plane`` all coordinates are one)."""
     if plane is None or planes == 1:
         # one small product [query part, key part] per query, then a float64 sum over queries
-        return (rows @ weighted.mT).sum((0, 2), dtype=torch.float64).unsqueeze(1)
+        return (rows @ weighted.mT).sum((1, 2), dtype=torch.float64).unsqueeze(1)
     # one key part at a time, so that no product holds all pairs of parts
     by_key_part = [(rows * x.unsqueeze(3)).sum(2) for x in weighted.unbind(3)]
-    by_coordinate = torch.stack(by_key_part, -1).sum(0, dtype=torch.float64)
+    by_coordinate = torch.stack(by_key_part, -1).sum(1, dtype=torch.float64)
     by_coordinate = rearrange(by_coordinate, "h a e c -> h e a c")
     by_plane = by_coordinate.new_zeros(len(by_coordinate), planes, *by_coordinate.shape[2:])
     return by_plane.index_add_(1, plane, by_coordinate)
@@ -262,17 +260,17 @@ def blocks_of(mask: Bool[Tensor, "query key"], like: Tensor) -> Iterator[Block]:
 
 
 def block_scores(
-    query: Float[Tensor, "batch head query d_head"],
-    key: Float[Tensor, "batch head key d_head"],
+    query: Float[Tensor, "head batch query d_head"],
+    key: Float[Tensor, "head batch key d_head"],
     blocks: Sequence[Block],
     *,
-    key_shift: Float[Tensor, "batch head 1 d_head"],
+    key_shift: Float[Tensor, "head batch 1 d_head"],
     bias: Float[Tensor, "head query key"] | None = None,
     softcap: float | None = None,
 ) -> Iterator[tuple[Block, Tensor, Tensor | None, Tensor]]:
     """Scores ``query . key + bias``, one block of query rows after another: the block, its scores
-    ``[batch head query key]`` row-centred over the keys before ``block.end``, the bias among them
-    ``[head query key]`` (row-centred as well), and attention minus uniform attention, ``p - u``.
+    ``[head batch query key]`` row-centred over the keys before ``block.end``, the bias among them
+    ``[head 1 query key]`` (row-centred as well), and attention minus uniform attention, ``p - u``.
 
     ``key_shift`` is what was subtracted from all keys beforehand. Row-centring removes it, but a
     soft cap acts on the scores themselves and needs it back.
@@ -280,12 +278,12 @@ def block_scores(
     for block in blocks:
         rows = query[:, :, block.rows]
         centred, mean = _centred(rows, key, block)
-        # what was taken out of each row and a soft cap needs back, [batch head query 1]
+        # what was taken out of each row and a soft cap needs back, [head batch query 1]
         level = None if softcap is None else mean + (rows * key_shift).sum(-1, keepdim=True)
         block_bias = None
         if bias is not None:
             allowed = pad(block.mask, (block.full, 0), value=1.0)
-            inside = bias[:, block.rows, : block.end].to(query) * allowed
+            inside = bias[:, block.rows, : block.end].unsqueeze(1).to(query) * allowed
             bias_mean = inside.sum(-1, keepdim=True) / block.n_keys
             block_bias = (inside - bias_mean) * allowed
             centred = centred + block_bias
@@ -295,7 +293,7 @@ def block_scores(
 
 def _centred(query: Tensor, key: Tensor, block: Block) -> tuple[Tensor, Tensor]:
     """Row-centred total scores of one block, ``q . k - q . (mean allowed key)``, in one product,
-    and the means that were taken out, ``[batch head query 1]``. ``query`` holds the rows of the
+    and the means that were taken out, ``[head batch query 1]``. ``query`` holds the rows of the
     block, ``key`` all keys."""
     seen = key[:, :, : block.end]
     key_sum = seen[:, :, : block.full].sum(2, keepdim=True)
@@ -312,15 +310,15 @@ def _centred(query: Tensor, key: Tensor, block: Block) -> tuple[Tensor, Tensor]:
 
 
 def _moved(
-    centred: Float[Tensor, "batch head query key"],
+    centred: Float[Tensor, "head batch query key"],
     block: Block,
     softcap: float | None,
     level: Tensor | None,
-) -> Float[Tensor, "batch head query key"]:
+) -> Float[Tensor, "head batch query key"]:
     """``p - u``: softmax of the scores over the allowed keys minus the even spread over them.
 
     With ``w = e^(s - max) - 1``, ``p - u = (w - mean w) / sum (1 + w)``, which keeps its digits
-    where attention is nearly uniform. ``level [batch head query 1]`` is what was taken out of the
+    where attention is nearly uniform. ``level [head batch query 1]`` is what was taken out of the
     scores of each row; it is put back before a soft cap and not needed without one.
     """
     if softcap is None or level is None:

@@ -28,7 +28,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry.base import checks
-from tl_geometry.base.checks import Head
 from tl_geometry.base.errors import check_seed, fail, require
 from tl_geometry.corpus.passes import batches, cuts
 from tl_geometry.corpus.sources import as_tokens
@@ -78,7 +77,7 @@ def sweep_heads(
     *,
     parts: tuple[str, str] | str = PARTS[1:],
     layers: Sequence[int] | int | None = None,
-    heads: Sequence[Head] | Head | None = None,
+    heads: Sequence[checks.Head] | checks.Head | None = None,
     intervals: bool = False,
     planes: bool = False,
     batch_size: int | None = None,
@@ -215,9 +214,8 @@ class LayerSums:
             return  # bias and pos are the same in every batch, and cvec is a remainder
         layer = layer.normalized() if self.basis.provenance.normalized else layer
         self.relative = is_relative(layer)
-        groups = split_heads(layer, self._projection(layer))
-        # bias and pos of all groups together, and cvec
-        known = [x[:-1].unflatten(0, (2, -1)).sum(1) for x in groups]
+        mapped = project_basis(layer, self.basis, layer.h.shape[1])
+        known = [x[:-1] for x in split_heads(layer, mapped)]  # without cvec, which is a remainder
         stream = stream_parts(self.basis, PARTS[1:], layer)["cvec"].unsqueeze(0)
         cvec = [layer.project(stream, "q") * layer.scale, layer.project(stream, "k")]
         if layer.softcap is not None:
@@ -228,7 +226,7 @@ class LayerSums:
 
     def add(self, layer: LayerView) -> None:
         """Take in one layer of one batch, a few contexts at a time."""
-        start, contexts, self.rotary = self.basis.window[0], len(layer.h), layer.rotary
+        start, contexts, self.rotary = self.basis.window[0], len(layer.h), layer.turn is not None
         mapped = self._projection(layer)
         if self.by_plane and self.planes is None:
             self.planes = layer.planes()
