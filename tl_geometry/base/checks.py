@@ -84,6 +84,18 @@ def index(value: Any, size: int, what: str) -> int:
     return number
 
 
+def position(value: Any, length: int, what: str = "position") -> int:
+    """A position of ``length``, counted from the end where it is negative (-1 is the last).
+
+    >>> position(2, 5), position(-1, 5)
+    (2, 4)
+    """
+    number = whole(value)
+    if number is None or not -length <= number < length:
+        fail(what, expected=f"a number from {-length} to {length - 1}", got=repr(value))
+    return number % length
+
+
 def several(values: Any) -> tuple[Any, ...]:
     """The values as a tuple; one value becomes a tuple of one."""
     # a tensor of one number is Iterable by its type, but counts as that number

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,15 +53,8 @@ def write_atomically(path: Path, tensors: Mapping[str, Tensor], header: Mapping[
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write a file (see :func:`replaced`)."""
-    with replaced(path) as part:
-        part.write_bytes(data)
-
-
-@contextlib.contextmanager
-def replaced(path: Path) -> Iterator[Path]:
-    """A temporary neighbour to write to, which is then synced and renamed: ``path`` always holds a
-    whole file, and a link goes on leading to its file.
+    """Write a file to a temporary neighbour, which is then synced and renamed: ``path`` always
+    holds a whole file, and a link goes on leading to its file.
 
     Raises ``GeometryError`` where it cannot be written (a full disk, no permission); the file that
     was there stays.
@@ -72,9 +65,9 @@ def replaced(path: Path) -> Iterator[Path]:
     part = place.with_name(f".{place.name[:40]}.{secrets.token_hex(8)}.part")
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        part.touch()
-        yield part
-        with part.open("r+b") as handle:
+        with part.open("wb") as handle:
+            handle.write(data)
+            handle.flush()
             # on the disk before the new name is: a crash leaves the old file or the whole new one
             os.fsync(handle.fileno())
         part.replace(place)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -232,18 +231,6 @@ class Result:
         chance = getattr(self, "chance", "")
         return Table(provenance=self.provenance, names=tuple(names), cells=cells, chance=chance)
 
-    def to_latex(self, columns: Sequence[str] | None = None, *, digits: int = 4) -> str:
-        r"""The table as an escaped LaTeX ``tabular`` with the rules of booktabs, by pandas: some
-        ``columns`` (all), ``digits`` significant digits. A comment above says what the numbers were
-        computed from."""
-        table = self.to_dataframe().map(_in_cell)
-        names = [choice(name, list(table), "columns") for name in columns or table]
-        note = " ".join(f"{type(self).__name__}: {self.provenance.line()}".split())
-        options: dict[str, Any] = {"float_format": f"%.{digits}g", "na_rep": "--"}
-        text = table[names].to_latex(index=False, escape=True, **options)
-        text = text.replace("␣", r"\textvisiblespace{}")
-        return f"% {html.plain(note)}\n{text}"
-
     # ---- files
 
     def save(self, path: str | Path) -> Path:
@@ -312,12 +299,6 @@ def load(path: str | Path) -> Any:
     """Any result of the library, from the file that it was saved to."""
     header, tensors = read_file(path)
     return decode(header.get("result"), tensors)
-
-
-def _in_cell(value: Any) -> Any:
-    """A text as a cell of LaTeX shows it: line ends and tabs written out, a space at either end
-    seen."""
-    return re.sub("^ | $", "␣", html.plain(value)) if isinstance(value, str) else value
 
 
 def _brief(value: Any) -> str:

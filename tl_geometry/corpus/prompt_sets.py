@@ -14,8 +14,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from tl_geometry.base.checks import index, whole
-from tl_geometry.base.errors import choice, fail, require
+from tl_geometry.base import checks
+from tl_geometry.base.errors import choice, require
 from tl_geometry.base.results import hash_tokens
 from tl_geometry.corpus.sources import Notes, copies_of, encoded, read_ids, unusual
 from tl_geometry.corpus.token_windows import TokenWindows, begins_with_bos
@@ -112,7 +112,7 @@ class Prompts:
         """The position of each prompt that a name or a number stands for (-1 is the last)."""
         if isinstance(position, str):
             return self.positions[choice(position, tuple(self.positions), "position")]
-        return torch.tensor([_number(position, len(row), "position") for row in self.ids])
+        return torch.tensor([checks.position(position, len(row)) for row in self.ids])
 
     def as_windows(self) -> TokenWindows:
         """The same rows as windows, for what takes prompts of one length; names stay that stand for
@@ -240,7 +240,7 @@ def _token(view: ModelView, value: Any, prompt: int) -> int:
     """The id of a token, given as an id or as a text that is one token."""
     what = f"answers of prompt {prompt}"
     if not isinstance(value, str):
-        return index(value, view.d_vocab, what)
+        return checks.index(value, view.d_vocab, what)
     ids = encoded(view, value)
     pieces = view.decode(ids) if ids else ["no token"]
     # the text itself, not the token that stands for unknown words
@@ -248,14 +248,6 @@ def _token(view: ModelView, value: Any, prompt: int) -> int:
     got, instead = f"{value!r}, which is {', '.join(map(repr, pieces))}", "a token id"
     require(known, what, expected="a text that is one token", got=got, instead=instead)
     return ids[0]
-
-
-def _number(value: Any, length: int, what: str) -> int:
-    """A position by number; -1 is the last."""
-    number = whole(value)
-    if number is None or not -length <= number < length:
-        fail(what, expected=f"a number below {length}, or a name or text", got=repr(value))
-    return number % length
 
 
 def _positions(
@@ -275,5 +267,5 @@ def _positions(
             require(fits, what, expected=expected, got=repr(value), instead="a number")
             # BOS tokens that were added, or that the text began with and lost
             value = len(before) - 1 + len(row) - len(after)
-        found.append(_number(value, len(row), what))
+        found.append(checks.position(value, len(row), what))
     return torch.tensor(found)

@@ -134,10 +134,9 @@ def without(row: list[int], bos: int) -> list[int]:
 
 
 def bos_to_prepend(view: ModelView, prepend_bos: bool | None) -> int | None:
-    """The BOS id that goes before a text, or ``None``; without a wish, the model's own default."""
-    if prepend_bos is None:
-        # TransformerLens prepends BOS wherever there is one, unless the view knows better
-        prepend_bos = bool(getattr(view, "default_bos", view.bos_id is not None))
+    """The BOS id that goes before a text, or ``None``; without a wish, as TransformerLens does for
+    this model."""
+    prepend_bos = view.prepends_bos if prepend_bos is None else prepend_bos
     fits = isinstance(prepend_bos, bool) and not (prepend_bos and view.bos_id is None)
     expected, got = "True or False, with a tokenizer that has BOS", repr(prepend_bos)
     require(fits, "prepend_bos", expected=expected, got=got, instead="prepend_bos=False")
@@ -190,4 +189,6 @@ def label_ids(labels: Any, contexts: int) -> tuple[Int[Tensor, " context"] | Non
     require(fits, "labels", expected=expected, got=describe(labels))
     order = list(dict.fromkeys(values)) if named else sorted(set(map(int, values)))
     number, dense = {value: i for i, value in enumerate(order)}, order == list(range(len(order)))
-    return torch.tensor([number[v] for v in values]), () if dense else tuple(map(str, order))
+    return torch.tensor([number[v if named else int(v)] for v in values]), () if dense else tuple(
+        map(str, order)
+    )

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from tl_geometry.base.checks import describe, holds_integers, index, whole
+from tl_geometry.base.checks import describe, holds_integers, position
 from tl_geometry.base.errors import require
 from tl_geometry.base.html import plain
 from tl_geometry.base.results import hash_tokens
@@ -96,9 +96,7 @@ class TokenWindows:
             expected = f"one of {', '.join(self.positions) or 'no names'}"
             require(known, "position", expected=expected, got=repr(value), instead=instead)
             return self.positions[value]
-        number = whole(value)
-        from_end = number is not None and number < 0
-        return index(self.length + value if from_end else value, self.length, "position")
+        return position(value, self.length)
 
     def __repr__(self) -> str:
         bos, ids = "with BOS" if self.has_bos else "no BOS", self.tokens[0, :8].tolist()

@@ -26,7 +26,6 @@ from tl_geometry.flow.ensemble import SOURCE, Trajectories, require_fitting, sha
 from tl_geometry.flow.pilots import Edit, Pilots, pilots
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
-from tl_geometry.models.next_token import require_output
 from tl_geometry.models.output_head import distances, token_losses
 from tl_geometry.models.reader import as_view
 
@@ -96,7 +95,7 @@ def truncation_kl(
     [True, True]
     """
     view = as_view(model)
-    require_output(view, "truncation_kl")
+    view.require_output("truncation_kl")
     rows = as_tokens(view, tokens, prepend_bos=prepend_bos)
     require(len(rows) >= 2, "tokens", expected="at least two chunks", got=len(rows))
     states, aligned = range(1, view.n_layers + 1), ensemble.aligned_bases
@@ -225,7 +224,7 @@ def skip_costs(
     ['flow', 'ridge', 'identity', 'mean']
     """
     view = as_view(model)
-    require_output(view, "skip_costs")
+    view.require_output("skip_costs")
     types, chosen = maps.map_names(map_types, ("flow", *maps.MAPS)), _pairs(view.n_layers, pairs)
     rows = as_tokens(view, tokens, prepend_bos=prepend_bos)
     expected = "at least 3 tokens (the last is a target)"

@@ -17,7 +17,7 @@ def with_final_norm(view: ModelView) -> ModelView:
     has, got = hook in view._model.hook_dict and view.causal, f"{view.class_name} {view.name}"
     expected = "a decoder loaded as TransformerBridge"
     require(has, "final_norm", expected=expected, got=got, error=UnsupportedModelError)
-    return replace(view, state_hooks=(*view.state_hooks[:-1], hook))
+    return replace(view, state_hooks=(*view.state_hooks[:-1], hook), _found={})
 
 
 @contextmanager

@@ -6,6 +6,10 @@ from __future__ import annotations
 import torch
 
 from tl_geometry.base.checks import count
+from tl_geometry.models.model_view import ModelView
+
+ELEMENTS = 2**27
+"""Logits of one forward pass, at most (0.5 GiB in float32)."""
 
 
 def default_batch(positions: int, device: torch.device) -> int:
@@ -18,6 +22,12 @@ def batch_of(batch_size: int | None, positions: int, device: torch.device) -> in
     """The batch size that was asked for, if it is one, or the default."""
     size = default_batch(positions, device) if batch_size is None else batch_size
     return count(size, "batch_size", instead="batch_size=None for the default")
+
+
+def output_batch(view: ModelView, positions: int, *, all_positions: bool) -> int:
+    """Rows of one forward pass whose logits are wanted, at all ``positions`` or at one."""
+    fit = ELEMENTS // (view.d_vocab * (positions if all_positions else 1))
+    return max(1, min(default_batch(positions, view.device), fit))
 
 
 def another_row(last: int, rows: int, draws: torch.Generator) -> int:

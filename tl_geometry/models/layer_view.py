@@ -82,11 +82,6 @@ class LayerView(Attention):
     roundoff: float
     reconstruction: ReconstructionReport
 
-    @property
-    def rotary(self) -> bool:
-        """Whether the maps rotate."""
-        return self.turn is not None
-
     def project(self, parts: Stream, which: str) -> Heads:
         """Queries (``"q"``), keys or values of additive parts, at the frozen scales and without the
         constant: the one place where a part of the stream becomes a query."""

@@ -68,16 +68,21 @@ class Layers(Runner):
 
     def layer_facts(self, layer: int) -> Reading:
         """How one attention layer is read, inferred on first use and verified."""
-        key, name = ("attention", layer), f"layer {layer} of {self.name}"
+        return self.once(("attention", layer), lambda: self._infer_layer(layer))
+
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What ``make`` found, remembered as long as the weights stay the same."""
         if key not in self._found:
-            weights = self.weights(layer)
-            missing = [n for n in CORE if f"blocks.{layer}.{n}" not in self._probe]
-            expected = "hooks of queries, keys and pattern, as eager attention has"
-            got, kind = f"no {', '.join(missing)}", UnsupportedModelError
-            require(not missing, name, expected=expected, got=got, error=kind)
-            args = self._model, layer, weights, self._probe, self.causal
-            self._found[key] = infer_layer(*args)
+            self._found[key] = make()
         return self._found[key]
+
+    def _infer_layer(self, layer: int) -> Reading:
+        weights, name = self.weights(layer), f"layer {layer} of {self.name}"
+        missing = [n for n in CORE if f"blocks.{layer}.{n}" not in self._probe]
+        expected = "hooks of queries, keys and pattern, as eager attention has"
+        got, kind = f"no {', '.join(missing)}", UnsupportedModelError
+        require(not missing, name, expected=expected, got=got, error=kind)
+        return infer_layer(self._model, layer, weights, self._probe, self.causal)
 
     @torch.no_grad()
     def weights(self, layer: int) -> HeadWeights:

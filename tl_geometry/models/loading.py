@@ -46,6 +46,7 @@ def load(
     except (RuntimeError, AssertionError):  # no such device in torch, or on this machine
         fail("device", expected="cpu, or cuda, cuda:1, mps of this machine", got=repr(device))
     if isinstance(model, torch.nn.Module):
+        _require_hugging_face(model)
         return from_hf(model.to(device=device, dtype=dtype), processed=processed)
     path = Path(model).expanduser()
     if path.is_file():
@@ -98,15 +99,16 @@ def from_hf(
     experts)."""
     from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 
+    _require_hugging_face(hf_model)
     require_numbers(hf_model)
     architecture, hf_model = type(hf_model).__name__, hf_model.eval()
     # fused attention has no scores and patterns to hook
     hf_model.config._attn_implementation = "eager"
     ids = torch.arange(3, 11, device=hf_model.device).unsqueeze(0) % hf_model.config.vocab_size
-    before = hf_model(ids).logits.double().log_softmax(-1)
     expected = f"an architecture that TransformerBridge supports, not {architecture}"
     refusing = _refusing(name, expected, UnsupportedModelError)
     with TemporaryDirectory() as scratch, quiet(), refusing:
+        before = hf_model(ids).logits.double().log_softmax(-1) if processed else ids
         options = {"hf_config": hf_model.config, "tokenizer": _on_disk(tokenizer, scratch)}
         bridge = build_bridge_from_module(hf_model, architecture, **options)
         if processed:
@@ -119,6 +121,12 @@ def from_hf(
             kind, instead = UnsupportedModelError, "processed=False"
             require(fits, name, expected=expected, got=got, instead=instead, error=kind)
     return remember(bridge.eval(), name=name, head_trained=head_trained)
+
+
+def _require_hugging_face(model: Any) -> None:
+    got, instead = type(model).__name__, "tl_geometry.view(model) of one of TransformerLens"
+    expected, fits = "a model of transformers", hasattr(model, "config")
+    require(fits, "model", expected=expected, got=got, instead=instead)
 
 
 @contextlib.contextmanager

@@ -116,10 +116,7 @@ def live_mlp(view: ModelView, layer: int) -> MLPSpec | MLPModule | None:
 
     Raises ``UnsupportedModelError`` where the block's MLP gives neither.
     """
-    found, key = view._found, ("mlp", layer)
-    if key not in found:
-        found[key] = _infer(view, layer)
-    return found[key]
+    return view.once(("mlp", layer), lambda: _infer(view, layer))
 
 
 def mlp_spec(view: ModelView, layer: int) -> MLPSpec | None:

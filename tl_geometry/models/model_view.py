@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_geometry.base.errors import fail, require
+from tl_geometry.base.errors import UnsupportedModelError, fail, require
 from tl_geometry.base.html import of_bytes
 from tl_geometry.base.results import Provenance
 from tl_geometry.models.fingerprint import fingerprint
@@ -36,8 +36,8 @@ class ModelView(Layers):
     ``position`` is the position scheme (``"standard"``, ``"rotary"``, ``"alibi"``, ...), ``norm``
     the type of the model's norms (``"LN"``, ``"RMS"`` or ``None``), ``class_name`` that of
     TransformerLens, ``library`` the installed version of it. ``bos_id`` is the token that begins a
-    text (BERT's CLS). ``pad_id`` is the tokenizer's padding
-    token, often that which ends a text too.
+    text (BERT's CLS), ``prepends_bos`` says whether TransformerLens puts it there by itself.
+    ``pad_id`` is the tokenizer's padding token, often that which ends a text too.
     """
 
     library: str
@@ -55,6 +55,7 @@ class ModelView(Layers):
     device: torch.device
     head_trained: bool
     bos_id: int | None
+    prepends_bos: bool = False
     pad_id: int | None = None
 
     def __repr__(self) -> str:
@@ -147,7 +148,8 @@ class ModelView(Layers):
         state."""
         if "head" not in self._found:
             generator, states = torch.Generator().manual_seed(1), {}
-            ids, last = torch.randint(0, self.d_vocab, (1, 4), generator=generator), "last"
+            last, size = "last", (1, min(4, self.n_ctx))
+            ids = torch.randint(0, self.d_vocab, size, generator=generator)
             with without_hooks(self._model):
                 logits = self.logits(ids, {self.state_hooks[-1]: keep(states, last)})
             self._found["head"] = infer_head(self._model, self.unembed(), logits, states[last])
@@ -193,6 +195,17 @@ class ModelView(Layers):
         return [text or f"<{i}>" for text, i in zip(texts, ids, strict=True)]
 
     # ---- results
+
+    def require_output(self, what: str) -> None:
+        """Refuse output-based measures where they would mean nothing: no causal language model, or
+        a newly initialised head."""
+        expected, got = "a causal language model", f"{self.name}, an encoder"
+        if not self.head_trained:
+            expected = "a model with a trained output head"
+            got = f"{self.name}, whose head was newly initialised"
+        fits, kind = self.head_trained and self.causal, UnsupportedModelError
+        instead = "the measures of states"
+        require(fits, what, expected=expected, got=got, instead=instead, error=kind)
 
     def require_unchanged(self) -> None:
         """Raise unless the weights and settings are still those of this view: sums over a pass in

@@ -166,7 +166,10 @@ def known_view(model: Any) -> ModelView:
 
 
 def _special_tokens(model: Any) -> dict[str, Any]:
-    """The ids of the tokens that begin a text and that pad one."""
+    """The ids of the tokens that begin a text and that pad one, and whether TransformerLens begins
+    texts of this model with the first."""
     tokenizer = part(model, "tokenizer")
     cls, bos, pad = (getattr(tokenizer, f"{n}_token_id", None) for n in ("cls", "bos", "pad"))
-    return {"bos_id": bos if cls is None else cls, "pad_id": pad}
+    bos = bos if cls is None else cls
+    prepends = bos is not None and part(model.cfg, "default_prepend_bos") is not False
+    return {"bos_id": bos, "prepends_bos": prepends, "pad_id": pad}

@@ -10,15 +10,7 @@ state is needed, a hook at that state ends the pass by a private exception (:cla
 from __future__ import annotations
 
 import inspect
-from collections.abc import (
-    Callable,
-    Container,
-    Iterable,
-    Iterator,
-    Mapping,
-    MutableMapping,
-    Sequence,
-)
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.dropout import _DropoutNd
 
-from tl_geometry.base.checks import describe
+from tl_geometry.base.checks import describe, holds_integers
 from tl_geometry.base.errors import UnsupportedModelError, fail, require
 from tl_geometry.models.parameters import modules_of, part
 
@@ -43,7 +35,7 @@ OWN = ("transformer_lens.", "tl_geometry.models.runner")
 or to the pass that asks."""
 
 
-def keep(into: MutableMapping[Any, Tensor], key: Any) -> Hook:
+def keep(into: dict[Any, Tensor], key: Any) -> Hook:
     """A hook that keeps an activation, detached (the first one, where the hook fires several
     times)."""
 
@@ -130,7 +122,7 @@ class Runner:
         training = training_module(self._model)
         got, instead = f"training mode ({training})", "model.eval()"
         require(not training, self.name, expected="evaluation mode", got=got, instead=instead)
-        ids = isinstance(tokens, Tensor) and tokens.dim() == 2 and not tokens.is_floating_point()
+        ids = isinstance(tokens, Tensor) and tokens.dim() == 2 and holds_integers(tokens)
         expected, instead = "integer ids [batch position]", "tl_geometry.windows(...)"
         fits = ids and tokens.numel() > 0
         require(fits, "tokens", expected=expected, got=describe(tokens), instead=instead)

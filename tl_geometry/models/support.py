@@ -82,10 +82,9 @@ def check_model(model: ModelLike) -> ModelReport:
 
 def _head(view: ModelView) -> Row:
     """The row of the output head."""
-    norm, refused = (
-        view.final_norm() if view.head_trained else None,
-        "refused for effects on logits",
-    )
+    norm, refused = None, "refused for effects on logits"
+    if view.head_trained:
+        norm = view.final_norm()
     if norm is None:
         found = "not one norm and one linear map" if view.head_trained else "newly initialised"
         return "output head", found, refused

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from tl_geometry.base import checks
-from tl_geometry.base.checks import seeded
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.parameters import part
 from tl_geometry.models.reader import as_view
 
 
@@ -50,13 +50,15 @@ def reinitialized(
     trained = [(name, p, p.detach().clone()) for name, p in named.values()]
     # a bridge's queries, keys and values may be parts of one weight: parts come after the whole
     trained.sort(key=lambda entry: -entry[1].numel() if how == "shuffle" else 0)
-    generator = seeded(seed)
+    generator = checks.seeded(seed)
+    # norms of Gemma store their gain less one
+    gain = 0.0 if part(root.cfg, "rmsnorm_uses_offset") else 1.0
     what = "untrained" if chosen is None else f"blocks {', '.join(map(str, chosen))} untrained"
     name, head = f"{view.name}, {what} ({how})", chosen is not None and view.head_trained
     try:
         with torch.no_grad():
             for leaf, value, old in trained:
-                value.copy_(_redrawn(leaf, old, how, std, generator))
+                value.copy_(_redrawn(leaf, old, how, std, generator, gain))
         yield dataclasses.replace(as_view(root), name=name, head_trained=head)
     finally:
         with torch.no_grad():
@@ -64,14 +66,19 @@ def reinitialized(
                 value.copy_(old)
 
 
-def _redrawn(name: str, value: Tensor, how: str, std: float, generator: torch.Generator) -> Tensor:
-    """An untrained parameter in place of ``value``; its name and shape tell biases and gains."""
+def _redrawn(
+    name: str, value: Tensor, how: str, std: float, generator: torch.Generator, gain: float
+) -> Tensor:
+    """An untrained parameter in place of ``value``; its name and shape tell biases and gains, which
+    become ``gain``."""
     if how == "shuffle":
         order = torch.randperm(value.numel(), generator=generator).to(value.device)
         return value.reshape(-1)[order].view_as(value)
     leaf = name.rsplit(".", 1)[-1]
-    if leaf in ("bias", "b") or leaf.startswith("b_"):
+    if leaf == "b" or leaf.endswith("bias") or leaf.startswith("b_"):
         return torch.zeros_like(value)
-    if value.dim() == 1:
-        return torch.ones_like(value)
+    if (
+        value.dim() == 1 or "_norm." in name
+    ):  # that of queries and keys may have a row for each head
+        return torch.full_like(value, gain)
     return (torch.randn(value.shape, generator=generator, dtype=torch.float64) * std).to(value)

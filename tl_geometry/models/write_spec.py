@@ -82,10 +82,7 @@ def writing_of(view: ModelView) -> Writing:
     Raises ``UnsupportedModelError`` for a block whose output is no sum of what its attention and
     its MLP give.
     """
-    found = view._found
-    if "writing" not in found:
-        found["writing"] = _infer(view)
-    return found["writing"]
+    return view.once("writing", lambda: _infer(view))
 
 
 def require_decoder(view: ModelView, what: str) -> None:

@@ -22,7 +22,6 @@ from tl_geometry.base.errors import UnsupportedModelError, require
 from tl_geometry.base.tables import Table
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
-from tl_geometry.models.next_token import require_output
 from tl_geometry.models.norms import NormWeights, remove_mean
 from tl_geometry.models.parameters import HeadWeights
 from tl_geometry.models.reader import as_view
@@ -72,7 +71,7 @@ def noun_probe(
     ['file', 'list']
     """
     view = as_view(model)
-    require_output(view, "noun_probe")
+    view.require_output("noun_probe")
     last = view.n_layers - 1
     # a set: in a shallow model first, middle and last may coincide
     layers = sorted({0, last // 2, last}) if layers is None else layers
