@@ -242,3 +242,7 @@ def test_means_over_prompts_have_paired_intervals() -> None:
     assert few["low"].isna().all()
     with pytest.raises(tlg.GeometryError, match="one length"):
         mean_graph([graphs[0], tlg.trace_logit(model, tokens(1, 7, seed=1), ANSWER, keep=0.5)])
+    between = tlg.trace_logit(model, rows[:1], ANSWER, counterfactual=rows[1:2], keep=0.5)
+    assert mean_graph([between, between]).df["moved"].isna().tolist().count(False) == 0
+    with pytest.raises(tlg.GeometryError, match="one length"):
+        mean_graph([graphs[0], between])

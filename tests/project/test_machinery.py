@@ -48,7 +48,6 @@ class Later:
 def test_every_kind_of_argument_is_checked() -> None:
     assert every_kind(RIGHT, RIGHT, RIGHT, RIGHT, named=RIGHT, later=Later(), other=1)[1] == 2
     assert every_kind(RIGHT)[1] == 0, "defaults are as they are"
-    basis = tlg.decompose_activations(torch.randn(2, 8, 6, 4).double())
     planted: dict[str, Callable[[], object]] = {
         "first": lambda: every_kind(TEXT),
         "second": lambda: every_kind(RIGHT, WRONG),
@@ -57,7 +56,7 @@ def test_every_kind_of_argument_is_checked() -> None:
         "later": lambda: every_kind(RIGHT, later=TEXT),
         "other": lambda: every_kind(RIGHT, other=TEXT),
         "return value": lambda: every_kind(RIGHT, cut=2),
-        "": lambda: basis.transform(TEXT),  # of the package
+        "values": lambda: tlg.flow.separation.resampled_t_reach(TEXT, 0.3),  # of the package
     }
     for name, call in planted.items():
         with pytest.raises(TypeCheckError, match=f"{name}: expected"):

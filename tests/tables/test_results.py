@@ -182,17 +182,6 @@ def ranks_its_rows(result: Any) -> str:
     return ""
 
 
-def is_tabular(result: Any) -> str:
-    """LaTeX has a line of as many cells for each row of the table."""
-    if not hasattr(result, "to_latex"):
-        return ""
-    lines = [line for line in result.to_latex().splitlines() if line.endswith(r"\\")]
-    cells = {len(re.findall(r"(?<!\\)&", line)) + 1 for line in lines}
-    table = frame(result)
-    wanted = len(table) + 1, {len(table.columns)}
-    return "" if (len(lines), cells) == wanted else f"{len(lines), cells} for {wanted}"
-
-
 def is_json(result: Any) -> str:
     """What is offered as JSON is JSON: without NaN and infinity."""
 
@@ -220,7 +209,7 @@ def is_frozen(result: Any) -> str:
     return ""
 
 
-LAWS = (shows_its_table, ranks_its_rows, is_short, is_tabular, is_json, answers, is_frozen)
+LAWS = (shows_its_table, ranks_its_rows, is_short, is_json, answers, is_frozen)
 
 
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
@@ -258,11 +247,6 @@ def prints_its_rows(result: Any) -> str:
 
 def test_line_ends_in_texts_end_no_row() -> None:
     assert every(prints_its_rows) == {}
-
-
-def test_line_ends_in_texts_end_no_row_of_latex() -> None:
-    law = lambda result: next(filter(None, map(is_tabular, with_text(result, LINES))), "")
-    assert every(law) == {}
 
 
 def hands_out(result: Any) -> list[str]:

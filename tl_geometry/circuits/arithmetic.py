@@ -76,13 +76,10 @@ class NormMap:
 
     def at(self, positions: Int[Tensor, " row"]) -> NormMap:
         """The maps at some positions of the first context, a row for each."""
-        return self._pick((0, positions))
+        return self.pick((0, positions))
 
-    def first(self, contexts: int) -> NormMap:
-        """The maps of the first contexts."""
-        return self._pick(slice(contexts))
-
-    def _pick(self, chosen: Any) -> NormMap:
+    def pick(self, chosen: Any) -> NormMap:
+        """The maps of some contexts."""
         middle, slope = (None if x is None else x[chosen] for x in (self.middle, self.slope))
         return replace(self, inverse=self.inverse[chosen], middle=middle, slope=slope)
 

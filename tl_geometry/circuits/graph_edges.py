@@ -153,7 +153,7 @@ class EdgeFinder:
             cotangent = walk.both(layer.z[-1])
             response = torch.autograd.grad(seen.z, seen.scores, cotangent)[0][0]
         with torch.no_grad():
-            norm = arithmetic.map(block.spec.norm, entered)
+            norm = arithmetic.map(block.layer.norm, entered)
             maps = {w: block.head_map(seen.sides[w].raw, w, arithmetic) for w in "qkv"}
             heads = self.nodes["heads_of"].to(rows.device)[rows]
             pattern = seen.pattern.mean(0)
@@ -166,7 +166,7 @@ class EdgeFinder:
             parts = {w: [block.parts(*x, w, maps[w]) for x in normed] for w in "kv"}
             if not walk.between:
                 parts["k"][1] = parts["k"][1] + block.layer.k_constant[0, :, :: block.size("k")]
-            q, c = seen.sides["q"].entering.mean(0), block.spec.scale * response
+            q, c = seen.sides["q"].entering.mean(0), block.layer.scale * response
             size = block.size("k")
             for group in (heads // size).unique().tolist():  # whose heads share keys and values
                 some = heads // size == group
@@ -212,7 +212,7 @@ class EdgeFinder:
     ) -> None:
         """Query edges into heads of one block at some queries: what the scores' gradient is of the
         stream there, by queries alone."""
-        at, scale = self.positions[rows], block.spec.scale
+        at, scale = self.positions[rows], block.layer.scale
         k = seen.sides["k"].entering.mean(0)
         pulled = (scale * einsum(response, k, "h i j, j h e -> h i e"))[heads, at]
         with torch.enable_grad():

@@ -25,7 +25,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tl_geometry.base import checks
-from tl_geometry.base.checks import seeded
 from tl_geometry.base.errors import check_seed, require
 from tl_geometry.base.guarded import Guarded
 from tl_geometry.base.intervals import Interval, paired_interval
@@ -185,8 +184,7 @@ def faithfulness(
     draws, seed, view = checks.count(draws, "draws"), check_seed(seed, "seed"), as_view(model)
     layout = EdgeLayout.of(view)
     if isinstance(circuit, EdgeScores):
-        levels = tuple(fractions) if isinstance(fractions, Iterable) else (fractions,)
-        unit, sets = "edges", _ranked_sets(circuit, layout, levels)
+        unit, sets = "edges", _ranked_sets(circuit, layout, checks.several(fractions))
     else:
         expected, got = "EdgeScores, of which they are shares", "a chosen set"
         require(fractions is FRACTIONS, "fractions", expected=expected, got=got)
@@ -254,7 +252,7 @@ def _random_sets(
     sets: Bool[Tensor, "level row"], draws: int, seed: int
 ) -> Bool[Tensor, "sample level row"]:
     """Random sets as large as those of each level; the smaller lie within the larger."""
-    generator = seeded(seed)
+    generator = checks.seeded(seed)
     ranks = torch.stack([torch.randperm(sets.shape[1], generator=generator) for _ in range(draws)])
     return ranks.unsqueeze(1) < sets.sum(1).unsqueeze(1)
 

@@ -127,7 +127,9 @@ class LogitGraph(Guarded, Result):
         kind = kind.mask((frame["layer"] >= 0) & (frame["head"] < 0), "mlp")
         frame["kind"] = kind.mask(frame["component"] == TARGET, TARGET)
         frame["token"] = [(*self.texts, "")[at] for at in frame["position"]]
-        rest = frame.assign(value=self.rest[:, 0].tolist(), moved=float("nan"), kind=REST)
+        # between two prompts queries and keys are parts of the sum too
+        left_out = self.rest[:, 0] if self.counterfactual is None else self.rest.sum(1)
+        rest = frame.assign(value=left_out.tolist(), moved=float("nan"), kind=REST)
         rest = rest.assign(component=REST, node=f"{REST}>" + frame["node"])
         frame = pd.concat([frame, rest[(self.rest != 0).any(1).tolist()]])
         return _largest_first(frame[["node", "component", "kind", *places, "token", *numbers]])
@@ -248,21 +250,32 @@ def mean_graph(graphs: Iterable[LogitGraph]) -> Table:
     graphs = list(graphs) if isinstance(graphs, Iterable) else [graphs]
     types = {type(graph).__name__ for graph in graphs}
     require(types == {LogitGraph.__name__}, "graphs", expected="graphs of logits", got=types)
-    alike = {(len(g.texts), g.position, g.provenance.fingerprint, g.mlp) for g in graphs}
-    expected = "graphs of one model, of prompts of one length, read at one position"
+    alike = {
+        (
+            g.provenance.fingerprint,
+            len(g.texts),
+            g.position,
+            g.mlp,
+            g.leaf_names,
+            not g.counterfactual,
+        )
+        for g in graphs
+    }
+    expected = "graphs of one model and kind, of prompts of one length, read at one position"
     require(len(alike) == 1, "graphs", expected=expected, got=f"{len(alike)} kinds of graphs")
     parts = []
     for number, graph in enumerate(graphs):
         nodes = graph.nodes.rename(columns={"node": "target"}).assign(source="", type="node")
         parts.append(pd.concat([nodes[nodes["kind"] != REST], graph.edges]).assign(graph=number))
     keys = ["source", "target", "type", "graph"]
-    rows: Any = pd.concat(parts).groupby(keys)[["value", "moved"]].sum()
+    rows: Any = pd.concat(parts).groupby(keys)[["value", "moved"]].sum(min_count=1)
     wide = rows["value"].unstack("graph")
     interval = paired_interval(torch.tensor(wide.fillna(0.0).to_numpy().copy()).mT)
     frame = wide.index.to_frame(index=False)
     for name, column in zip(("value", "low", "high"), interval[:3], strict=True):
         frame[name] = column.tolist()
-    frame["moved"] = (rows["moved"].unstack("graph").fillna(0.0).sum(axis=1) / len(graphs)).tolist()
+    moved = rows["moved"].unstack("graph").sum(axis=1, min_count=1)  # NaN where no graph has any
+    frame["moved"] = (moved / len(graphs)).tolist()
     frame["prompts"] = wide.notna().sum(axis=1).tolist()
     first = graphs[0].provenance
     about = dataclasses.replace(first, contexts=len(graphs), corpus="prompts", token_hash=None)

@@ -30,7 +30,7 @@ from torch import Tensor
 from tl_geometry.base.errors import ReconstructionError, UnsupportedModelError, fail, require
 from tl_geometry.circuits.arithmetic import Live, NormMap
 from tl_geometry.circuits.streams import Apart, Heads, Reads, Shared, Stream
-from tl_geometry.models.attention import Attention, rotate, scores_of
+from tl_geometry.models.attention import rotate, scores_of
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.mlp import MLPModule, MLPSpec, live_mlp
 from tl_geometry.models.model_view import ModelView
@@ -62,10 +62,10 @@ class Attended(NamedTuple):
 
 @dataclass(eq=False)
 class BlockRun:
-    """One block as it was run: what it read and made. ``reads`` holds the inputs by kind, ``after``
-    the stream behind it. After :meth:`pull`, ``grads`` holds gradients by name: ``"q"``, ``"k"``,
-    ``"v"`` (of the raw projections), ``"scores"`` (before a soft cap), ``"z"``, ``"heads"``,
-    ``"mlp"`` and ``"mlp read"`` (through the MLP alone)."""
+    """One block as it was run: what it read and made. ``mlp_read`` is what the MLP read, ``after``
+    the stream behind the block. After :meth:`pull`, ``grads`` holds gradients by name: ``"q"``,
+    ``"k"``, ``"v"`` (of the raw projections), ``"scores"`` (before a soft cap), ``"z"``,
+    ``"heads"``, ``"mlp"`` and ``"mlp read"`` (through the MLP alone)."""
 
     block: Block
     arithmetic: Live
@@ -98,9 +98,11 @@ class BlockRun:
         found = []
         with torch.no_grad():
             for which in "qkv":
-                norm = self.arithmetic.map(self.block.spec.norm, self.attention.reads[which])
+                norm = self.arithmetic.map(self.block.layer.norm, self.attention.reads[which])
                 W, grads = self.block.matrix(which), self.grads[which][:contexts]
-                back = norm.first(contexts).adjoint(einsum(grads, W, "b i r e, r d e -> b i r d"))
+                back = norm.pick(slice(contexts)).adjoint(
+                    einsum(grads, W, "b i r e, r d e -> b i r d")
+                )
                 found.append(back.transpose(1, 2))
         if "mlp read" in self.grads:
             found.append(self.grads["mlp read"][:contexts].unsqueeze(1))
@@ -109,11 +111,10 @@ class BlockRun:
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """One block. ``layer`` gives mask, bias and rotation for the length of the prompts, ``groups``
+    """One block. ``layer`` gives its attention for prompts of one length, ``groups`` is how many
     heads of keys and values there are; ``after`` is the norm behind attention, if there is one."""
 
     number: int
-    spec: Attention
     layer: LayerView
     groups: int
     after: NormWeights | None
@@ -122,7 +123,7 @@ class Block:
     @property
     def n_heads(self) -> int:
         """Heads."""
-        return len(self.spec.weights.W_Q)
+        return len(self.layer.weights.W_Q)
 
     @property
     def parallel(self) -> bool:
@@ -135,7 +136,7 @@ class Block:
 
     def matrix(self, which: str) -> Float[Tensor, "group d_model d_head"]:
         """W_Q, W_K or W_V, once for each group of heads."""
-        return self.spec.matrix(which)[:: self.size(which)]
+        return self.layer.matrix(which)[:: self.size(which)]
 
     def run(self, stream: Shared, arithmetic: Live, *, leaf: bool = False) -> BlockRun:
         """Read and write as the block does; what the MLP wrote has no past with ``leaf``."""
@@ -147,7 +148,8 @@ class Block:
         if self.mlp is not None:
             read = (stream.read("mlp") if before is None else before)[:, :, 0]
             read = read.view_as(read)  # its gradient is then that of the MLP alone
-            write = self.mlp_write(read.detach() if leaf else read, arithmetic)
+            normed = arithmetic.norm(self.mlp.before, read.detach() if leaf else read)
+            write = self.mlp_of(normed, arithmetic)
             if leaf:
                 write = write.detach().requires_grad_(torch.is_grad_enabled())
             stream.add(write.unsqueeze(0))
@@ -158,7 +160,7 @@ class Block:
         reads = {which: stream.read(which) for which in "qkv"}
         sides = {which: self.projected(reads[which], which, arithmetic) for which in "qkv"}
         q, k, v = (sides[which].entering for which in "qkv")
-        scores = arithmetic.times(lambda a, b: scores_of(a, b, self.spec.scale), q, k)
+        scores = arithmetic.times(lambda a, b: scores_of(a, b, self.layer.scale), q, k)
         if self.layer.bias is not None:
             scores = scores + self.layer.bias
         capped = arithmetic.cap(scores, self.layer.softcap)
@@ -167,15 +169,15 @@ class Block:
 
     def projected(self, reads: Reads, which: str, arithmetic: Live) -> Projected:
         """Queries, keys or values, from one input for all readers or one for each."""
-        x, W = arithmetic.norm(self.spec.norm, reads), self.matrix(which)
-        bias = getattr(self.spec.weights, f"b_{which.upper()}")[:: self.size(which)]
+        x, W = arithmetic.norm(self.layer.norm, reads), self.matrix(which)
+        bias = getattr(self.layer.weights, f"b_{which.upper()}")[:: self.size(which)]
         if x.shape[2] == 1:
             raw = einsum(x[:, :, 0], W, "b i d, r d e -> b i r e") + bias
         else:
             raw = einsum(x, W, "b i r d, r d e -> b i r e") + bias
         entering = raw.repeat_interleave(self.size(which), 2)
-        if which != "v" and self.spec.qk_norm is not None:
-            entering = arithmetic.norm(self.spec.qk_norm[which], entering)
+        if which != "v" and self.layer.qk_norm is not None:
+            entering = arithmetic.norm(self.layer.qk_norm[which], entering)
         if which != "v" and self.layer.turn is not None:
             entering = rotate(entering, *self.layer.turn)
         return Projected(raw, entering)
@@ -199,14 +201,14 @@ class Block:
 
     def head_map(self, raw: Heads, which: str, arithmetic: Live) -> NormMap | None:
         """The QK-norm as a linear map at raw queries or keys."""
-        if which == "v" or self.spec.qk_norm is None:
+        if which == "v" or self.layer.qk_norm is None:
             return None
         raw = raw.repeat_interleave(self.size(which), 2)
-        return arithmetic.map(self.spec.qk_norm[which], raw)
+        return arithmetic.map(self.layer.qk_norm[which], raw)
 
     def written(self, z: Heads, arithmetic: Live) -> Float[Tensor, "head batch position d_model"]:
         """What each head writes, from its mixed values."""
-        writes = einsum(z, self.spec.weights.W_O, "b i h e, h e d -> h b i d")
+        writes = einsum(z, self.layer.weights.W_O, "b i h e, h e d -> h b i d")
         return self.added(writes, arithmetic)
 
     def added(
@@ -214,15 +216,10 @@ class Block:
     ) -> Float[Tensor, "head batch position d_model"]:
         """What is added to the stream, of mixed values times W_O: with the bias, behind the norm
         after attention."""
-        writes = writes + self.spec.weights.b_O / len(writes)
+        writes = writes + self.layer.weights.b_O / len(writes)
         if self.after is None or self.after.norm_type is None:
             return writes
         return arithmetic.shares(self.after, writes)
-
-    def mlp_write(self, read: Stream, arithmetic: Live) -> Stream:
-        """What the MLP writes, from the stream that it reads."""
-        assert self.mlp is not None, "a block with an MLP"
-        return self.mlp_of(arithmetic.norm(self.mlp.before, read), arithmetic)
 
     def mlp_of(self, x: Float[Tensor, "batch _ d_model"], arithmetic: Live) -> Stream:
         """What the MLP writes, from its normed input (one for all positions will do)."""
@@ -240,9 +237,9 @@ class Block:
         """What the softmax is taken of: masked cells at the least number, a sink one more key."""
         least = torch.finfo(scores.dtype).min
         rows = scores.masked_fill(~self.layer.allowed.to(scores.device), least)
-        if self.spec.sinks is None:
+        if self.layer.sinks is None:
             return rows
-        sink = self.spec.sinks[:, None, None].to(rows).expand(*rows.shape[:-1], 1)
+        sink = self.layer.sinks[:, None, None].to(rows).expand(*rows.shape[:-1], 1)
         return torch.cat([rows, sink], -1)
 
 
@@ -276,7 +273,6 @@ class Runner:
     view: ModelView
     blocks: tuple[Block, ...]
     head: OutputHead
-    roundoff: float
 
     @classmethod
     def of(cls, view: ModelView, tokens: Int[Tensor, "batch position"]) -> Runner:
@@ -297,9 +293,8 @@ class Runner:
         blocks = []
         for number, layer in enumerate(layers):
             groups, after = view.key_heads(number), writing[number].after_attention
-            mlp = live_mlp(view, number)
-            blocks.append(Block(number, layer, layer, groups, after, mlp))
-        return cls(view, tuple(blocks), head, view.roundoff)
+            blocks.append(Block(number, layer, groups, after, live_mlp(view, number)))
+        return cls(view, tuple(blocks), head)
 
     @torch.no_grad()
     def verified(
@@ -369,7 +364,7 @@ class Runner:
         model_logits, normed = model_logits.to(logits), self.head.norm.apply(last)
         size = float((normed.abs() @ self.head.W_U.to(normed).abs()).max())
         size += float(self.head.b_U.abs().max())
-        bound = len(self.blocks) * reconstruction_bound(self.roundoff, size)
+        bound = len(self.blocks) * reconstruction_bound(self.view.roundoff, size)
         error = float((logits - model_logits).abs().max())
         require(
             error <= bound,

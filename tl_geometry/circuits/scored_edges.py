@@ -243,7 +243,7 @@ def _contrast(batch: Batch) -> Scored:
     normed = runner.head.norm.apply(stream_at(states.streams[-1], batch.place))
     size = float((normed.abs() @ runner.head.W_U.to(normed).abs()).max())
     size += float(scores.abs().sum((1, 2)).max())
-    bound = len(runner.blocks) * reconstruction_bound(runner.roundoff, size)
+    bound = len(runner.blocks) * reconstruction_bound(runner.view.roundoff, size)
     error = float((total - (values[0] - values[1]).double()).abs().max())
     require(
         error <= bound,

@@ -106,10 +106,11 @@ def trace_logit(
     others = asked.counterfactuals
     one = basis is None or others is None
     require(one, "basis, counterfactual", expected="one of them", got="both")
+    if basis is not None:
+        basis.require_raw("trace_logit")
     tokens = asked.tokens if others is None else torch.cat([asked.tokens, others])
     walk = Walk.of(view, asked, tokens, at, leaf=mlp == "leaf")
     if basis is not None:
-        basis.require_raw("trace_logit")
         parts = stream_parts(basis, ("pos", "cvec"), walk.runner.blocks[0].layer)
         walk.leaves = {name: part[0] for name, part in parts.items()}
         walk.constant = torch.zeros_like(walk.constant)  # the parts sum to all of state 0

@@ -198,7 +198,7 @@ class Walk:
         if not isinstance(arithmetic, Frozen):
             return heads[:, 0] - heads[:, 1], torch.zeros_like(heads[0, 0])
         paid = seen.pattern.detach().sum(-1)  # one, less what a sink takes
-        each = einsum(block.spec.constant("v"), block.spec.weights.W_O, "h e, h e d -> h d")
+        each = einsum(block.layer.constant("v"), block.layer.weights.W_O, "h e, h e d -> h d")
         behind = block.after is not None and block.after.norm_type is not None
         constants = einsum(paid, each, "b h i, h d -> h b i d")
         constants = block.added(constants, arithmetic.again(int(behind)))[:, 0]
@@ -211,7 +211,7 @@ class Walk:
         difference."""
         entering = seen.sides[which].entering.detach()
         if which == "v" and not self.between:
-            entering = entering - block.spec.constant("v")
+            entering = entering - block.layer.constant("v")
         return self.one(entering)
 
     def _direct(
@@ -264,7 +264,7 @@ class Walk:
         total = float(values.leaves.sum() + values.constant)
         total += float(values.mlps.sum()) if self.leaf else 0.0
         size = float(values.flat().abs().sum() + values.constant.abs()) + self.rounding
-        bound = reconstruction_bound(self.runner.roundoff, size)
+        bound = reconstruction_bound(self.runner.view.roundoff, size)
         require(
             abs(total - self.value) <= bound,  # NaN is refused too
             f"logit of {self.runner.view.name}",

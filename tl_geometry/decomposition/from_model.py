@@ -20,7 +20,6 @@ from jaxtyping import Float, Int
 from torch import Tensor, distributed
 
 from tl_geometry.base import checks
-from tl_geometry.base.checks import describe, seeded
 from tl_geometry.base.errors import check_seed, fail, require
 from tl_geometry.base.results import Provenance, row_hashes
 from tl_geometry.corpus.passes import batches, cuts
@@ -218,12 +217,16 @@ def _activations(
         fits = h.is_floating_point() and checks.is_plain(h) and h.dim() == 4 and h.numel() > 0
         expected = "floating [context position d_model] or [state context position d_model]"
         instead = "decompose(model, tokens) for token ids"
-        require(fits, "activations", expected=expected, got=describe(source), instead=instead)
+        require(
+            fits, "activations", expected=expected, got=checks.describe(source), instead=instead
+        )
     else:
         values = source.values() if isinstance(source, Mapping) else [None]
         fits = hasattr(source, "cache_dict") or all(isinstance(v, Tensor) for v in values)
         expected, instead = "a tensor or an ActivationCache", "decompose(model, tokens)"
-        require(fits, "activations", expected=expected, got=describe(source), instead=instead)
+        require(
+            fits, "activations", expected=expected, got=checks.describe(source), instead=instead
+        )
         h = states_from_cache(source)
     dtype = str(h.dtype).removeprefix("torch.")
     return h.detach(), Provenance(dtype=dtype, corpus=corpus, sources=SOURCE)
@@ -264,7 +267,7 @@ class Accumulation:
         self.cut = cuts(self.contexts, batch, self.borders)[self.rank :: self.size]
         # MPS has no float64, so the sums live on the CPU
         there = "cpu" if device.type == "mps" else device
-        order = torch.randperm(self.contexts, generator=seeded(options["seed"]))
+        order = torch.randperm(self.contexts, generator=checks.seeded(options["seed"]))
         self.sampled = order[: options["keep"]].sort().values
         self.samples = torch.zeros(len(self.sampled), count, length, width)
         second = self._decide("second_moments", count * width**2)

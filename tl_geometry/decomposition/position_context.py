@@ -16,7 +16,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tl_geometry.base import checks
-from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import fail, require
 from tl_geometry.base.guarded import Guarded
 from tl_geometry.base.results import Result
@@ -275,7 +274,7 @@ class PositionContext(Guarded, Result):
         states, d_model = self.mean.shape
         fits = h.dim() == 4 and h.shape[0] == states and h.shape[3] == d_model
         expected = f"[state batch position d_model] with {states} states and d_model {d_model}"
-        require(fits, "activations", expected=expected, got=describe(activations))
+        require(fits, "activations", expected=expected, got=checks.describe(activations))
         checks.finite(h, "activations")
         if positions is None:
             window_wide = h.shape[2] == self.window[1] - self.window[0]
@@ -360,7 +359,7 @@ class PositionContext(Guarded, Result):
         twice.
         """
         several, instead = isinstance(parts, Iterable), "merge([first, second, ...])"
-        require(several, "merge", expected="bases", got=describe(parts), instead=instead)
+        require(several, "merge", expected="bases", got=checks.describe(parts), instead=instead)
         for i, part in enumerate(parts := tuple(parts)):
             require_basis(part, f"merge: part {i}")
         require(parts, "merge", expected="at least one basis", got="none")
@@ -384,4 +383,4 @@ def require_basis(value: object, what: str = "basis") -> None:
     if not isinstance(value, PositionContext):
         is_path = isinstance(value, str | Path)
         instead = "PositionContext.load(path)" if is_path else "decompose(model, tokens)"
-        fail(what, expected="a PositionContext", got=describe(value), instead=instead)
+        fail(what, expected="a PositionContext", got=checks.describe(value), instead=instead)

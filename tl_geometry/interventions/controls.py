@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from tl_geometry.base import checks
-from tl_geometry.base.checks import head_name
 from tl_geometry.base.errors import require
-from tl_geometry.interventions.edge_edits import edge, writers_before
+from tl_geometry.interventions.edge_edits import edge, parts_of, writers_before
 from tl_geometry.interventions.head_edits import heads
 from tl_geometry.interventions.path_edits import path
 from tl_geometry.interventions.prompts import Edit
@@ -67,6 +66,8 @@ def _named(edit: Edit, control: str, seeds: range, taken: set[Head]) -> dict[str
         return {"shrink": [_draw(again, how="shrink")]} if of else {}
     if kind is not {"planes": planes, "directions": surrogate, "writers": edge}[control]:
         return {}
+    if options.get("part") in ("diagonal", "none"):
+        return {}  # which hold no directions
     if control == "writers":
         return _random_writers(edit, seeds)
     drawn = [{"draw": s} if kind is planes else {"random": True, "seed": s} for s in seeds]
@@ -77,7 +78,8 @@ def _draw(again: Any, **changes: Any) -> Draw:
     """The edit with other options; its key tells whether two are the same."""
     plain = (str, int, float, tuple, type(None))
     options = {**again.keywords, **changes}
-    key = tuple((k, v if isinstance(v, plain) else id(v)) for k, v in sorted(options.items()))
+    # by repr, as plane 0 is another than the wavelength 0.0
+    key = tuple((k, repr(v) if isinstance(v, plain) else id(v)) for k, v in sorted(options.items()))
     return Draw((again.func, key), partial(again, **changes))
 
 
@@ -106,10 +108,10 @@ def _random_writers(edit: Edit, seeds: range) -> dict[str, list[Draw]]:
     own = [own] if isinstance(own, str) else list(own)
     first = min(layer for layer, _ in edit.heads)
     # heads of a block whose attention is edited are parts of it, and no other writers
-    parts = tuple(f"L{name.removeprefix('attn')}H" for name in own if name.startswith("attn"))
-    names = [w for w in writers_before(edit.view, first) if not w.startswith(("attn", *parts))]
+    without = ("attn", *parts_of(own))
+    names = [w for w in writers_before(edit.view, first) if not w.startswith(without)]
     pool = [name for name in names if name not in (*own, "constants")]
-    expected = f"{len(own)} other writers before {head_name(edit.heads[0])}"
+    expected = f"{len(own)} other writers before {checks.head_name(edit.heads[0])}"
     drawn = _drawn(pool, len(own), seeds, expected)
     return {"random writers": [_draw(again, writer=writers) for writers in drawn]}
 

@@ -22,8 +22,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry.base import checks
+from tl_geometry.base.errors import require
 from tl_geometry.corpus.token_windows import TokensLike
-from tl_geometry.interventions.prompts import Edit, Known, derangement, require_several
+from tl_geometry.interventions.prompts import Edit, Known, flag_of_another, from_another
 from tl_geometry.interventions.terms import HeadsLike, heads_by_layer
 from tl_geometry.models.batches import default_batch
 from tl_geometry.models.edits import NamedHook, NewScores, RunningHeads, edited_attention
@@ -113,16 +114,18 @@ def edge(
     writers = [writer] if isinstance(writer, str) else list(writer)
     chosen, tokens = checks.heads(heads, view.n_layers, view.n_heads), known.rows.tokens
     layers = heads_by_layer(chosen)
+    before = writers_before(view, min(layers))
     for name in writers:
-        before = writers_before(view, min(layers))
-        checks.choice(name, before, f"writer before block {min(layers)}")
+        checks.choice(name, [*before], f"writer before block {min(layers)}")
+    once = 0 < len(writers) == len({*writers}) and not any(
+        n.startswith(parts_of(writers)) for n in writers
+    )
+    require(once, "writer", expected="writers, none of them part of another", got=writers)
     reads = clean_reads(view, tokens, writers, layers)
     others: dict[int, Read] = {}
     if how == "swap":
-        if known.counterfactual is None:
-            require_several(len(tokens))
         source = known.counterfactual
-        source = tokens[derangement(len(tokens), seed)] if source is None else source
+        source = from_another(tokens, seed) if source is None else source
         others = clean_reads(view, source, writers, layers)
 
     def make(_: Known | None) -> list[NamedHook]:
@@ -141,12 +144,13 @@ def edge(
         return hooks
 
     options: dict[str, Any] = {"writer": writer, "heads": heads, "side": side, "how": how}
-    options |= {"counterfactual": counterfactual, "drop": drop, "seed": seed}
-    again = partial(edge, model=view, prompts=prompts, prepend_bos=prepend_bos, **options)
+    options |= {"counterfactual": known.counterfactual, "drop": drop, "seed": seed}
+    again = partial(edge, model=view, prompts=known.rows, **options)
     # heads in whose place others may stand come after the writers too
-    last = max(map(_block, writers))
+    last = max(before[name] for name in writers)
     pool = [head for head in checks.heads(None, view.n_layers, view.n_heads) if head[0] > last]
-    return Edit(view, make, known=known, heads=chosen, pool=pool, again=again)
+    flags = flag_of_another(seed) if how == "swap" and known.counterfactual is None else None
+    return Edit(view, make, known=known, heads=chosen, pool=pool, again=again, flags=flags)
 
 
 def _side(
@@ -171,13 +175,12 @@ def _scores(run: RunningHeads, side: Callable[..., Tensor]) -> Tensor:
     return run.scores(side(run, "q"), side(run, "k"))
 
 
-def writers_before(view: ModelView, layer: int) -> tuple[str, ...]:
-    """Names of all writers of a layer's input, heads and whole blocks of attention."""
-    names = [w.name for grain in GRAINS for w in writer_names(view, layer, grain)]
-    return tuple(dict.fromkeys(names))  # both grains have the embeddings and the MLPs
+def writers_before(view: ModelView, layer: int) -> dict[str, int]:
+    """The block of every writer of a layer's input, heads and whole blocks of attention, by name;
+    -1 for embeddings and constants."""
+    return {w.name: w.layer for grain in GRAINS for w in writer_names(view, layer, grain)}
 
 
-def _block(writer: str) -> int:
-    """The block of a writer, -1 for embeddings and constants."""
-    digits = writer.removeprefix("attn").removeprefix("mlp").removeprefix("L").partition("H")[0]
-    return int(digits) if digits.isdigit() else -1
+def parts_of(writers: Sequence[str]) -> tuple[str, ...]:
+    """How the names begin of the heads whose block of attention is among the writers."""
+    return tuple(f"L{w.removeprefix('attn')}H" for w in writers if w.startswith("attn"))

@@ -35,10 +35,9 @@ from tl_geometry.corpus.prompt_sets import Prompts, as_prompts
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
 from tl_geometry.interventions.controls import Draw, draws_of
 from tl_geometry.interventions.prompts import Edit, Known
-from tl_geometry.models.batches import batch_of
+from tl_geometry.models.batches import batch_of, output_batch
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
-from tl_geometry.models.next_token import output_batch, require_output
 from tl_geometry.models.output_head import next_token_losses
 from tl_geometry.models.reader import as_view
 
@@ -105,8 +104,8 @@ class Effects(Guarded, Table):
 
     def beyond(self, edit: str) -> bool | None:
         """Whether an edit does more than each of its controls, in the direction of its change and
-        with the interval of the excess beyond zero; ``None`` without controls."""
-        names = self.controls_of(edit)
+        with the interval of the excess beyond zero; ``None`` without controls or intervals."""
+        names = self.controls_of(edit) if len(self.clean) >= FEWEST else []
         up = float(self.change(edit).value) > 0
         found = [self.excess(edit, name) for name in names]
         return all(bool(x.low > 0 if up else x.high < 0) for x in found) if names else None
@@ -335,7 +334,7 @@ def _metric(
 
         return Metric(getattr(metric, "__name__", "metric"), None, own)
     name = checks.choice(str(metric), tuple(UNITS), "metric")
-    require_output(view, "effects")
+    view.require_output("effects")
     if name == "loss":
         require(rows.length > 1, "prompts", expected="2 tokens or more", got=rows.length)
 

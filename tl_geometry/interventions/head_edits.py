@@ -154,7 +154,9 @@ def heads(
     chosen = [(at, head) for _, at, some in where for head in some]
     options: dict[str, Any] = {"names": names, "by": by, "reference": known, "seed": seed}
     again = partial(heads, model=view, positions=positions, **options)
-    pool = checks.heads(None, view.n_layers, view.n_heads) if chosen else ()
+    # other heads stand in the place of heads alone
+    alone = bool(chosen) and all(some for _, _, some in where)
+    pool = checks.heads(None, view.n_layers, view.n_heads) if alone else ()
     more: dict[str, Any] = {"pool": pool, "together": by == "prompt", "again": again}
     more["flags"] = flag_of_another(seed) if by == "prompt" else None
     return Edit(view, make, known=known, heads=chosen, **more)
@@ -190,6 +192,9 @@ def known_prompts(
     view: ModelView, by: str, reference: Any, counterfactual: Any, prepend_bos: bool | None
 ) -> Known | None:
     """The prompts that an edit was given, with counterfactuals where it needs them."""
+    expected, instead = "reference= beside it", "effects(..., counterfactual=)"
+    beside = reference is not None or counterfactual is None
+    require(beside, "counterfactual", expected=expected, got="none", instead=instead)
     if reference is None:
         return None
     known = Known.of(view, reference, counterfactual, prepend_bos)
@@ -225,14 +230,11 @@ def positions_of(wanted: Any, length: int, known: Known | None) -> list[int]:
     """Positions of a pass by number (-1 is the last) or by name, all for ``None``."""
     if wanted is None:
         return list(range(length))
-    several = isinstance(wanted, Iterable) and not isinstance(wanted, str | Tensor)
     found: list[int] = []
-    for at in list(wanted) if several else [wanted]:
+    for at in [wanted] if isinstance(wanted, str) else checks.several(wanted):
         if isinstance(at, str):
             if known is None:
                 fail("reference", expected=f"prompts that have a position {at!r}", got="none")
             at = known.rows.position(at)
-        number = checks.whole(at)
-        from_end = length + number if number is not None and number < 0 else at
-        found.append(checks.index(from_end, length, "position"))
+        found.append(checks.position(at, length))
     return found

@@ -62,18 +62,21 @@ class Receivers:
         heads: dict[int, dict[str, tuple[int, ...]]] = {}
         mlps: set[int] = set()
         for name in given:
-            match = re.fullmatch(r"L(\d+)H(\d+)(?:-\d+)?<([qkv])>|mlp(\d+)|output", str(name))
-            found: Any = match.groups() if match else (view.n_layers, 0, None, None)
-            layer, head, which, mlp = found
+            pattern = r"L(\d+)H(\d+)(?:-(\d+))?<([qkv])>|mlp(\d+)|output"
+            match = re.fullmatch(pattern, str(name))
+            found: Any = match.groups() if match else (view.n_layers, 0, None, None, None)
+            layer, head, end, which, mlp = found
             fits = int(layer or mlp or 0) < view.n_layers and int(head or 0) < view.n_heads
             fits = fits and (mlp is None or live_mlp(view, int(mlp)) is not None)
+            size = view.n_heads // view.key_heads(int(layer)) if fits and which in ("k", "v") else 1
+            first = int(head or 0) // size * size
+            # a range is that of all heads that share the input
+            fits = fits and (end is None or (int(head), int(end)) == (first, first + size - 1))
             expected = 'inputs of this model, as "L1H0<q>", "L1H0<k>", "L1H0<v>", "mlp1", "output"'
             require(fits, "receivers", expected=expected, got=repr(name))
             if mlp is not None:
                 mlps.add(int(mlp))
             elif which is not None:
-                size = 1 if which == "q" else view.n_heads // view.key_heads(int(layer))
-                first = int(head) // size * size
                 sides = heads.setdefault(int(layer), {})
                 sides[which] = (*sides.get(which, ()), *range(first, first + size))
         return cls(heads, tuple(sorted(mlps)), "output" in given)

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from tl_geometry.base.checks import seeded
@@ -198,7 +198,7 @@ def derangement(prompts: int, seed: int) -> Int[Tensor, " batch"]:
     return other
 
 
-def from_another(values: Float[Tensor, "batch ..."], seed: int) -> Float[Tensor, "batch ..."]:
+def from_another(values: Shaped[Tensor, "batch ..."], seed: int) -> Shaped[Tensor, "batch ..."]:
     """The same values of another prompt of the batch, for every prompt."""
     require_several(len(values))
     return values[derangement(len(values), seed).to(values.device)]

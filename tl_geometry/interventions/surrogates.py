@@ -25,7 +25,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry.base import checks
-from tl_geometry.base.checks import seeded
 from tl_geometry.base.errors import UnsupportedModelError, check_seed, require
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
 from tl_geometry.interventions.prompts import Edit
@@ -134,6 +133,6 @@ def directions(
     V = V[:, : min(rank, pos_rank)]
     if seed is None:
         return V
-    generator = seeded(seed)
+    generator = checks.seeded(seed)
     draw = torch.randn(V.shape, generator=generator, dtype=torch.float64).to(V)
     return torch.linalg.qr(remove_mean(draw.mT, norm_type).mT).Q

@@ -275,7 +275,8 @@ def planes(
 
     options = {"names": names, "heads": heads, "how": how, "draw": draw, "seed": seed}
     again = partial(planes, model=view, **options)
-    return edit_of_scores(view, heads, new, again=again, together=how == "swap")
+    flags = flag_of_another(seed) if how == "swap" else None
+    return edit_of_scores(view, heads, new, again=again, together=how == "swap", flags=flags)
 
 
 def plane_coordinates(

@@ -13,7 +13,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry.base import checks
-from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import fail, require
 from tl_geometry.base.linalg import unit_roundoff
 from tl_geometry.decomposition.position_context import PositionContext
@@ -109,10 +108,10 @@ def _given_parts(given: UserParts, n_layers: int, layer: LayerView, _: Written |
         if value.dim() == 4:
             fits = len(value) in (n_layers, n_layers + 1)
             expected = f"a first axis of {n_layers} layers"
-            require(fits, what, expected=expected, got=describe(value))
+            require(fits, what, expected=expected, got=checks.describe(value))
             value = value[layer.layer]
         fits, expected = value.shape == layer.h.shape, f"shape {tuple(layer.h.shape)}"
-        require(fits, what, expected=expected, got=describe(value))
+        require(fits, what, expected=expected, got=checks.describe(value))
         parts[name] = checks.finite(value, what).to(layer.h.device)
     stacked = torch.stack([v.double() for v in parts.values()])
     coarsest = max([layer.roundoff, *(unit_roundoff(v.dtype) for v in parts.values())])

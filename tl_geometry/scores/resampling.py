@@ -107,7 +107,7 @@ def noise_of(layer: LayerView, mapped: MappedBasis, start: int) -> Noise:
     (q_bias, _), (k_bias, k_pos) = (_averaged(layer, mapped, which) for which in "qk")
     weight = mapped.share.to(q_bias)
     noise = q_bias.new_zeros(q_bias.shape[1])
-    if layer.rotary:
+    if layer.turn is not None:
         # the mean's sampling variance, by the spread of the groups (G - 1 degrees of freedom)
         mean = einsum(weight, q_bias, "g, g h i e -> h i e")
         spread = einsum(weight, (q_bias - mean).square(), "g, g h i e -> h") / (len(weight) - 1)

@@ -126,7 +126,7 @@ def split_layer(
         flags = ("scores before the soft cap", *flags)
     cap = torch.inf if layer.softcap is None else layer.softcap
     sinks = q.new_full((len(heads),), -torch.inf) if layer.sinks is None else layer.sinks[heads]
-    rotary = layer.rotary and family.mean_in_bias
+    rotary = layer.turn is not None and family.mean_in_bias
     bias = None if layer.bias is None else layer.bias[heads]
     return ScoreSplit(
         provenance=Provenance(flags=flags),

@@ -25,7 +25,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry.base import checks
-from tl_geometry.base.checks import Head
 from tl_geometry.base.errors import UnsupportedModelError, fail
 from tl_geometry.base.guarded import Guarded
 from tl_geometry.base.results import Provenance, Result
@@ -97,7 +96,7 @@ def split_values(
     basis: PositionContext | None = None,
     *,
     layers: Sequence[int] | int | None = None,
-    heads: Sequence[Head] | Head | None = None,
+    heads: Sequence[checks.Head] | checks.Head | None = None,
     parts: Sequence[str] | UserParts = ("pos", "cvec"),
     prepend_bos: bool | None = None,
     cache: Any = None,

@@ -43,7 +43,7 @@ def _told(made: Any) -> Answers:
     return found | {"words": sorted({NUMBER.sub("#", each) for each in words if each})}
 
 
-LAWS = ("again", "order", "loaded", "half", "batches", "seeds", "empty")
+LAWS = ("again", "order", "loaded", "classes", "half", "batches", "seeds", "empty")
 SUBJECTS = (
     Subject(
         name="report",

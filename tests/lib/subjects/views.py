@@ -313,7 +313,7 @@ ALONE = {
 """Views that need plotly, or are one of the others."""
 ROWS = {n: s for n, s in (VIEWS | ALONE).items() if hasattr(render, n)}
 WITHOUT = dict.fromkeys(
-    ("again", "order", "loaded", "half", "empty"),
+    ("again", "order", "loaded", "classes", "half", "empty"),
     "drawn in one world, from results that have these laws",
 )
 PLOTLY = {"disturbs:warning filters": "plotly adds filters of warnings when it is imported"}

@@ -91,6 +91,9 @@ GROUPS = (
             **HEADS,
             "from a later head": ({"writer": "L2H0"}, "writer"),
             "from no writer": ({"writer": "nothing"}, "writer"),
+            "from an empty list": ({"writer": []}, "writer"),
+            "from one twice": ({"writer": ["L0H0", "L0H0"]}, "writer"),
+            "from a part of another": ({"writer": ["attn0", "L0H0"]}, "writer"),
             "to no side": ({"side": "output"}, "side"),
             "of other tokens": ({"tokens": lambda s: s.w.other}, "tokens"),
             "nothing left": ({"drop": 99}, "drop"),
@@ -109,6 +112,10 @@ GROUPS = (
             **HEADS,
             "by no name": ({"by": "median"}, "^by"),
             "a mean of no prompts": ({"by": "mean"}, "reference"),
+            "counterfactuals of no prompts": (
+                {"by": "counterfactual", "counterfactual": lambda s: s.ids},
+                "counterfactual",
+            ),
             "a mean of shorter prompts": (
                 {"by": "mean", "reference": lambda s: s.ids[:, :3]},
                 "reference|tokens",
@@ -138,6 +145,7 @@ GROUPS = (
             "a metric of no name": ({"metric": "accuracy"}, "metric"),
             "a control of no name": ({"control": "neurons"}, "control"),
             "a control that no edit has": ({"control": "planes"}, "control"),
+            "other heads for an MLP": ({"heads": ["L1H0", "mlp0"], "control": "heads"}, "control"),
             "one draw": ({"control": "heads", "draws": 1}, "draws"),
             "a position beyond": ({"position": 99}, "position"),
         },
@@ -150,6 +158,7 @@ GROUPS = (
         wrong={
             "to a block before": ({"senders": "L1H0", "receivers": ["L0H1<v>"]}, "senders"),
             "to a head as a whole": "L1H0",
+            "to the queries of two heads": "L1H0-1<q>",
             "to nothing": [],
             "from nothing": ({"senders": []}, "head|senders"),
             "counterfactuals of other length": (

@@ -119,7 +119,6 @@ GROUPS = (
             "no column": (lambda s: s.w.sweep.top("nothing"), "column"),
             "a column of words": (lambda s: s.w.sweep.top("dominant_group"), "column"),
             "planes without them": (lambda s: s.w.sweep.planes(), "planes"),
-            "LaTeX of no column": (lambda s: s.w.sweep.to_latex(["nothing"]), "columns"),
             "beyond the last": (lambda s: s.rotary.split.on_planes(99), "planes"),
             "below zero": (lambda s: s.rotary.split.on_planes(-1), "planes"),
             "a band of no name": (lambda s: s.rotary.split.on_planes("fast"), "planes"),
