@@ -26,6 +26,7 @@ class GeometryError(ValueError):
     ) -> None:
         self.what, self.expected, self.got, self.instead = what, expected, got, instead
         tail = f" Use {instead.rstrip('.')}." if instead else ""
+        # one sentence alone: of the report, and what unpickling passes
         plain = expected is None and got is None and instead is None
         super().__init__(what if plain else f"{what}: expected {expected}, got {got}.{tail}")
 

@@ -120,7 +120,7 @@ def dct_matrix(positions: int, dtype: torch.dtype = torch.float64) -> Float[Tens
 
 
 def ratio(part: Tensor, whole: Tensor) -> Tensor:
-    """``part / whole``, NaN where the whole is zero.
+    """``part / whole``, NaN unless the whole is positive.
 
     >>> ratio(torch.tensor([1.0, 0.0]), torch.tensor([2.0, 0.0])).tolist()
     [0.5, nan]

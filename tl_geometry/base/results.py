@@ -247,7 +247,8 @@ class Result:
         return decode(header["result"], tensors, cls)
 
     def text(self, limit: int | None = None) -> str:
-        """The table as aligned plain text; of ``limit`` rows the first :data:`MOST_COLUMNS`."""
+        """The table as aligned plain text; with ``limit`` so many rows, and the first
+        :data:`MOST_COLUMNS` columns."""
         table, most = self.rows(), None if limit is None else MOST_COLUMNS
         shown = [
             [html.plain(html.number(self.readable(v))) for v in row[:most]]

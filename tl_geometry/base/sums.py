@@ -10,7 +10,7 @@ A subclass declares its tensors as dataclass fields, ``None`` where one is not t
 
 Then ``a + b`` adds them, ``.to(device)`` moves them, ``.tensors()`` names them for a file, and
 ``cat``, ``stack``, ``pooled`` and ``select`` go along the axes that the annotations name. Fields
-that are no tensors are settings, which both sides of a sum must share.
+that are no tensors are settings; a sum has those of its left side.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which edges does a model have? Its writers, its readers, and who is read by whom; edge scores,
+"""Which edges does a model have? Its writers, its readers, and who is read by whom; edge scores and
 pruned runs ask here.
 
 Writers are the embedding (the first state), every head and every MLP. Readers are the query of

@@ -118,7 +118,7 @@ class Faithfulness(Guarded, Result):
     def _linearised(
         self, metrics: Float[Tensor, "level context"]
     ) -> Float[Tensor, "context level"]:
-        """F as a mean over pairs of prompts, ``f + (x - f y) / mean(y)`` for the ratio of the means
+        """Faithfulness as a mean over pairs of prompts, ``f + (x - f y) / mean(y)`` for the ratio of the means
         of x and y."""
         whole, f = self.clean - self.counterfactual, self._share(metrics).unsqueeze(1)
         return (f + (metrics - self.counterfactual - f * whole) / whole.mean()).mT
@@ -162,9 +162,9 @@ def faithfulness(
         prompts, counterfactual, answer, other, metric, batch_size, progress: as in
             :func:`tl_geometry.edge_scores`.
         circuit: :class:`EdgeScores`, whose edges are kept by absolute score, ``fractions`` of
-            them; or a chosen set: heads (``"L5H1"``, ``(5,
-            1)``), the embedding and all MLPs then being kept too, or edges (``"L0H3->L5H1<q>"``).
-            (Of all other edges it is completeness, near 0 where the set is complete.)
+            them; or a chosen set: heads (``"L5H1"``, ``(5, 1)``), the embedding and all MLPs then
+            being kept too, or edges (``"L0H3->L5H1<q>"``). Given all edges outside of a set, f near
+            0 says that the set is complete.
         fractions: one share of the edges, or several.
         draws: random circuits of each size.
 

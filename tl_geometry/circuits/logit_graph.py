@@ -44,7 +44,7 @@ class LogitGraph(Guarded, Result):
     counterfactual the difference of T between both prompts.
 
     ``value`` is T before a soft cap of the output, ``capped`` behind it (``None`` without one):
-    what is behind it is no sum. ``answer`` and ``other`` the texts of its tokens,
+    what is behind it is no sum. ``answer`` and ``other`` are the texts of its tokens,
     ``position`` where it is read, ``probability`` that of the answer there. ``leaf_values``,
     ``head_values`` and ``mlp_values`` are complete: the part of T that passes through each
     component at each position. Leaves and ``constant`` (and MLPs, with ``mlp="leaf"``) sum to T.
@@ -57,7 +57,8 @@ class LogitGraph(Guarded, Result):
     ``nodes`` and ``edges`` are its tables. ``rest[node, edge type]`` is what the edges left out
     carry: with it, the edges of each type into a node sum to ``totals[node, edge type]``. Value
     edges sum to the node's value, between two prompts the edges of all types together.
-    ``attention`` and ``response`` are pattern and dT/d(score) of the nodes that are heads.
+    ``attention`` and ``response`` are pattern (between two prompts the mean of both) and
+    dT/d(score) of the nodes that are heads.
     """
 
     texts: tuple[str, ...]
@@ -111,7 +112,7 @@ class LogitGraph(Guarded, Result):
         """A row for each node, the largest absolute value first: ``node`` (its text),
         ``component``, ``kind`` (leaf, head, mlp, target, rest), ``layer``, ``head``, ``position``
         (-1: none), ``token``, ``value``, ``moved``. A node of kind rest is what pruning left out of
-        another."""
+        another; constants are of kind leaf."""
         return self._nodes.copy()
 
     @cached_property

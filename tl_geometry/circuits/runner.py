@@ -13,7 +13,8 @@ block adds. Everything is made of the model's own specifications (norms, project
 rotation, biases, caps, sinks, MLPs), and the logits are compared with the model's own.
 
 A walk back goes block by block from the last to the first. Each block is run once more from the
-stream that entered it, so that memory is that of one block and the streams.
+stream that entered it, so that memory is that of one block's run, the streams, and the queries,
+keys and constants of every layer for one prompt.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from tl_geometry.models.model_view import ModelView
 
 
 class Batch(NamedTuple):
-    """The contexts ``at`` of a corpus, and the ``row`` of the one that is verified: another row of
-    each batch, because a user's hook may change some rows only."""
+    """The contexts ``at`` of a corpus, and the ``row`` of the one that is verified: a different row
+    each time, because a user's hook may change some rows only."""
 
     at: slice
     tokens: Int[Tensor, "batch position"]

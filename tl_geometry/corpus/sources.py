@@ -172,8 +172,8 @@ def id_rows(tokens: Any) -> list[Int[Tensor, " _"]]:
 
 
 def label_ids(labels: Any, contexts: int) -> tuple[Int[Tensor, " context"] | None, tuple[str, ...]]:
-    """The label of each context (a name, or a whole number) as one of the numbers 0, 1, ..., with
-    no number unused, and what each number stands for (empty where the labels are these numbers
+    """The label of each context (a name, or a whole number) as one of the numbers 0, 1, ...,
+    and what each number stands for (empty where the labels are these numbers
     already).
 
     >>> label_ids([7, 10**9, 7], 3), label_ids(["b", "a"], 2)

@@ -42,7 +42,7 @@ class Anova(Guarded, Result):
     noise that an average over C contexts leaves. ``intervals`` are for the shares of infinitely
     many contexts: a value corrected by a jackknife over ``blocks`` of contexts, and its 95% bounds,
     ``[state 3]`` (columns ``pos_corrected``, ``pos_corrected_low`` and so on; empty below 10
-    contexts, without bounds of ctx and resid below 32;
+    contexts or 4 groups, without bounds of ctx and resid below 32;
     :func:`anova_intervals`). ``pos_debiased`` is the correction by formula,
     ``max(0, SS_pos - SS_resid / (C - 1)) / SS_total``, which assumes residuals independent across
     contexts; it is in the table where there are no intervals.

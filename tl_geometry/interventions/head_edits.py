@@ -34,7 +34,8 @@ from tl_geometry.models.write_spec import by_head, writing_of
 
 BY = ("mean", "zero", "prompt", "counterfactual")
 Place = tuple[str, int, tuple[int, ...]]
-"""A hook that is edited, its block (or state), and the heads for one of mixed values."""
+"""A hook that is edited, its block (or state), and the heads that are; none unless the hook holds
+mixed values."""
 
 
 def places(view: ModelView, names: Any) -> list[Place]:
@@ -127,7 +128,7 @@ def heads(
         seed: which other prompt each gets.
 
     Raises ``GeometryError`` for names that the model does not have, and during a pass that is no
-    whole prompt (padding on the left, cached keys) where a column is taken for a position.
+    whole prompt (padding on the left, cached keys) where a place is taken for a position.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()

@@ -245,8 +245,8 @@ class Layers(Runner):
         verify: bool = True,
         sample: tuple[int, LayerHook] | None = None,
     ) -> None:
-        """Run the model once over ``tokens`` and call ``on_layer`` for each of ``layers`` in order,
-        holding one layer at a time.
+        """Run the model once over ``tokens`` and call ``on_layer`` for each of ``layers``, in the
+        model's order, holding one layer at a time.
 
         With ``verify`` each layer's scores, patterns, queries and keys are recomputed and compared,
         and a layer that does not add up raises ``ReconstructionError``; without it queries and keys

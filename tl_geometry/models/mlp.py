@@ -160,7 +160,7 @@ def _infer(view: ModelView, layer: int) -> MLPSpec | MLPModule | None:
         best, least = nearest(chain([(None, torch.inf)], tried), enough=rounding)
         # two products of matrices and an activation round more than one product; 1e-5 is for
         # outputs near zero. Readings that are closer to one another than this (gelu and gelu_tanh
-        # on small inputs) are told apart by the smaller error, then by the order.
+        # on small inputs) are told apart by the smaller error, within rounding by the order.
         if least <= 8 * rounding + 1e-5:
             return best
     what, expected = f"MLP of block {layer} of {view.name}", "what its module gives for a norm"

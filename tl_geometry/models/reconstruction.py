@@ -37,7 +37,7 @@ class ReconstructionReport:
     logarithm of ``hook_pattern``), ``pattern sum`` (its rows sum to one, or to what a sink leaves)
     and ``scores`` (where the hook holds scores). ``scale`` is A, the largest product of absolute
     values on allowed cells; ``sizes`` has the same for queries and keys,
-    ``sum_d |x_d W_de| + |constant|``.
+    ``sum_d |x_d W_de| + |constant|``, behind any QK-norm.
     """
 
     checks: Mapping[str, tuple[float, float]]

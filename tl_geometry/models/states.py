@@ -42,8 +42,8 @@ def entries_of(cache: Any, names: Sequence[str]) -> Mapping[str, Tensor]:
     """The activations that a cache (a TransformerLens ``ActivationCache``, which is no mapping, or
     any mapping) holds by hook name.
 
-    Raises ``GeometryError`` where one of ``names``, the first of which is of the stream, was not
-    cached (``names_filter``), or the batch dimension was removed.
+    Raises ``GeometryError`` where one of ``names`` was not cached (``names_filter``), or the batch
+    dimension was removed: the first name is of the stream and shows it.
     """
     entries: Mapping[str, Tensor] = getattr(cache, "cache_dict", cache)
     got, instead = brief([n for n in names if n not in entries]), "model.run_with_cache(tokens)"

@@ -126,7 +126,7 @@ class Reads:
         alibi, floor = torch.zeros_like(total[:, 0, 0]), torch.zeros_like(total[0, :, 0])
         if cells.bias is not None:
             alibi = (weights * cells.bias).sum((1, 3, 4), dtype=torch.float64)
-        # as in share_sums: what rounding alone could leave
+        # what rounding alone could leave, as in share_sums but for ALiBi
         sizes = [torch.linalg.vector_norm(x, dim=(1, 3)).double() for x in (cells.query, cells.key)]
         floor[:2] = (32 * unit_roundoff(g.dtype) * sizes[0] * sizes[1]).square().sum(0)
         if values:

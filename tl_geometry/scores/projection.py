@@ -121,8 +121,9 @@ def shared_heads(
     layer: LayerView, mapped: MappedBasis, contexts: slice, start: int
 ) -> tuple[Heads, Heads, list[Shared], bool]:
     """The parts of :func:`split_heads` for all heads, some contexts and positions from ``start``
-    on, as :mod:`tl_geometry.scores.shared_parts` takes them: own queries and keys, the parts of the
-    groups of contexts, and whether constants, which belong to the bias, are a part between them."""
+    on, as :mod:`tl_geometry.scores.shared_parts` takes them: own queries, own keys, shared parts,
+    and whether constants, which belong to the bias, are a part of their own. In the sums the 2 G
+    parts of the basis come first, then constants, if there are any, then cvec."""
     rest, constants, scales = list[Tensor](), list[Tensor](), list[Tensor]()
     for which, scale in (("q", layer.scale), ("k", 1.0)):
         total, constant = (

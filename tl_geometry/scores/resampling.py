@@ -189,7 +189,8 @@ def position_null(
     """Mean and 95% quantile of the null share of position, and its p-value, for the heads of one
     layer. The p-value is NaN where the groups are not independent (:func:`independence`)."""
     groups = len(share)
-    # rows: the mean is the bias of all groups; of each group pos is mixed, and bias if rotary
+    # row 0 is the bias of the whole basis, row 1 + g what is mixed of group g: its pos, and in a
+    # rotary model its bias
     change = torch.zeros(1 + groups, 2 * groups + 1, dtype=torch.float64)
     change[0, :groups] = 1
     change[1:, groups:-1] = torch.eye(groups)
@@ -217,10 +218,9 @@ def position_null(
     p = (1 + (of_draws[:, 1:] >= position).sum(1)).double() / (1 + DRAWS)
     independent = independence(noise.gram, noise.size, seed, ordered=rotary) > DEPENDENT
     unknown = torch.isnan(position[:, 0]) | torch.tensor(not independent)
-    # quantile refuses NaN, so it is replaced first; adding 0 * null restores it
     return {
         "cs_position_null": null.mean(1),
-        "cs_position_null_95": null.nan_to_num().quantile(0.95, 1) + 0 * null[:, 0],
+        "cs_position_null_95": null.quantile(0.95, 1),
         "p_position": torch.where(unknown, torch.nan, p),
     }
 

@@ -103,7 +103,7 @@ class ShareTable(TermResult):
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """Groups present: none when the parts are the user's own."""
+        """Groups present: none where a part has a name of the user's own."""
         return GROUPS if all(group_of(t) for t in self.terms) else ()
 
     @property

@@ -62,7 +62,7 @@ def split_scores(
         tokens: prompts of equal length: a string or strings (with ``prepend_bos``), ids
             ``[position]`` or ``[batch position]``.
         basis: from :func:`tl_geometry.decompose` of the same model; not needed with the
-            caller's own ``parts`` and with writers, whose shares then leave out a BOS token.
+            caller's own ``parts`` and with writers. Shares of writers then leave out a BOS token.
         layers, heads: which heads, ``(layer, head)`` or ``"L5H1"``; all of ``layers`` by default.
         parts: what the stream is split into, one of
 

@@ -43,8 +43,8 @@ from tl_geometry.scores.shared_parts import Shared, TermSums
 SHARES = ("cs", "gs")
 """Covariance and gain share."""
 BLOCK = 64
-"""Query rows per block: its scores stay in the cache of a CPU core, and products with them are
-still large enough to be fast."""
+"""Query rows per block: its scores of one head and context stay in the cache of a CPU core, and
+products with them are still large enough to be fast."""
 WORKING_SET = {"cpu": 2**23, "cuda": 2**29}
 """Bytes that one step works on, by type of device: about the cache of a CPU core, or enough to fill
 a GPU."""

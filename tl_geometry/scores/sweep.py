@@ -241,8 +241,8 @@ class LayerSums:
             self.noise = noise if self.noise is None else self.noise + noise
         at = 0
         while at < contexts:
-            # parts of the basis are contracted once for a block of windows, of which intervals need
-            # the sums
+            # at most 8 windows: shared parts are contracted once for these, and intervals need
+            # their sums
             some = slice(at, min(at + BLOCK - self.windows % BLOCK, contexts))
             q, k, shared, constant = shared_heads(layer, mapped, some, start)
             sums = sums_of_some(q, k, blocks, shared=shared, **options)
