@@ -118,8 +118,8 @@ class Faithfulness(Guarded, Result):
     def _linearised(
         self, metrics: Float[Tensor, "level context"]
     ) -> Float[Tensor, "context level"]:
-        """Faithfulness as a mean over pairs of prompts, ``f + (x - f y) / mean(y)`` for the ratio of the means
-        of x and y."""
+        """Faithfulness as a mean over pairs of prompts, ``f + (x - f y) / mean(y)`` for the ratio
+        of the means of x and y."""
         whole, f = self.clean - self.counterfactual, self._share(metrics).unsqueeze(1)
         return (f + (metrics - self.counterfactual - f * whole) / whole.mean()).mT
 

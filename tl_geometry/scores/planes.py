@@ -115,11 +115,12 @@ class HeadPlanes(Guarded):
             # NaN, the frequency of a plane that the head lacks, compares false
             turned = self.theta.abs() > 0
             return turned & (self.wavelength > over) & (self.wavelength <= up_to)
-        if isinstance(planes, int):
-            count = self.theta.shape[1]
+        if not isinstance(planes, Sequence):
+            count, number = self.theta.shape[1], checks.whole(planes)
             expected = f"planes 0 to {count - 1}, two wavelengths, or near, middle, far, pass"
-            require(0 <= planes < count, "planes", expected=expected, got=planes)
-            return (torch.arange(count) == planes) & ~self.theta.isnan()
+            fits = number is not None and 0 <= number < count
+            require(fits, "planes", expected=expected, got=planes)
+            return (torch.arange(count) == number) & ~self.theta.isnan()
         chosen = torch.zeros(self.theta.shape, dtype=torch.bool)
         for choice in cast("Sequence[PlanesLike]", planes):
             chosen |= self.chosen(choice)
@@ -140,7 +141,7 @@ def describe_planes(planes: PlanesLike) -> str:
     >>> describe_planes(["near", 7]), describe_planes((0.0, 16.0))
     ('near, 7', 'wavelengths over 0 up to 16')
     """
-    if isinstance(planes, str | int):
+    if isinstance(planes, str) or not isinstance(planes, Sequence):
         return str(planes)
     if is_band(planes):
         return "wavelengths over {:g} up to {:g}".format(*planes)
