@@ -66,12 +66,12 @@ def grows(value: torch.Tensor, hook: Any) -> torch.Tensor:
 
 
 def long(row: int) -> Any:
-    """A sweep of 600 positions, every other of which is compared, with one row changed."""
-    model, ids = fresh(n_positions=600), 3 + torch.arange(3600).view(6, 600) % 53
+    """A sweep of 520 positions, every other of which is compared, with one row changed."""
+    model, ids = fresh(n_positions=520), 3 + torch.arange(1040).view(2, 520) % 53
     basis = tlg.decompose(model, ids, progress=False)
-    act = lambda pattern, hook: pattern.index_fill(2, torch.tensor([row]), 1 / 600)
+    act = lambda pattern, hook: pattern.index_fill(2, torch.tensor([row]), 1 / 520)
     with model.hooks(fwd_hooks=[("blocks.1.attn.hook_pattern", act)]):
-        return tlg.sweep_heads(model, ids, basis, progress=False)
+        return tlg.sweep_heads(model, ids, basis, layers=1, progress=False)
 
 
 def load(s: Scene, name: Any, **options: Any) -> Any:
