@@ -15,10 +15,10 @@ from beartype import beartype
 from jaxtyping import Float, TypeCheckError
 from torch import Tensor
 
-import tl_geometry as tlg
 from tests import forks, mutate
 from tests.faults import Fault, faults
 from tests.mutation_page import Verdict, reached, shares
+from tl_geometry.flow import separation
 
 pytestmark = pytest.mark.once
 
@@ -56,7 +56,7 @@ def test_every_kind_of_argument_is_checked() -> None:
         "later": lambda: every_kind(RIGHT, later=TEXT),
         "other": lambda: every_kind(RIGHT, other=TEXT),
         "return value": lambda: every_kind(RIGHT, cut=2),
-        "values": lambda: tlg.flow.separation.resampled_t_reach(TEXT, 0.3),  # of the package
+        "values": lambda: separation.resampled_t_reach(TEXT, 0.3),  # of the package
     }
     for name, call in planted.items():
         with pytest.raises(TypeCheckError, match=f"{name}: expected"):
