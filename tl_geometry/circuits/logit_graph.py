@@ -251,17 +251,9 @@ def mean_graph(graphs: Iterable[LogitGraph]) -> Table:
     graphs = list(graphs) if isinstance(graphs, Iterable) else [graphs]
     types = {type(graph).__name__ for graph in graphs}
     require(types == {LogitGraph.__name__}, "graphs", expected="graphs of logits", got=types)
-    alike = {
-        (
-            g.provenance.fingerprint,
-            len(g.texts),
-            g.position,
-            g.mlp,
-            g.leaf_names,
-            not g.counterfactual,
-        )
-        for g in graphs
-    }
+    kinds = [(g.mlp, g.leaf_names, g.counterfactual is None) for g in graphs]
+    places = [(g.provenance.fingerprint, len(g.texts), g.position) for g in graphs]
+    alike = set(zip(kinds, places, strict=True))
     expected = "graphs of one model and kind, of prompts of one length, read at one position"
     require(len(alike) == 1, "graphs", expected=expected, got=f"{len(alike)} kinds of graphs")
     parts = []

@@ -101,9 +101,8 @@ class BlockRun:
             for which in "qkv":
                 norm = self.arithmetic.map(self.block.layer.norm, self.attention.reads[which])
                 W, grads = self.block.matrix(which), self.grads[which][:contexts]
-                back = norm.pick(slice(contexts)).adjoint(
-                    einsum(grads, W, "b i r e, r d e -> b i r d")
-                )
+                read = einsum(grads, W, "b i r e, r d e -> b i r d")
+                back = norm.pick(slice(contexts)).adjoint(read)
                 found.append(back.transpose(1, 2))
         if "mlp read" in self.grads:
             found.append(self.grads["mlp read"][:contexts].unsqueeze(1))

@@ -117,9 +117,8 @@ def edge(
     before = writers_before(view, min(layers))
     for name in writers:
         checks.choice(name, [*before], f"writer before block {min(layers)}")
-    once = 0 < len(writers) == len({*writers}) and not any(
-        n.startswith(parts_of(writers)) for n in writers
-    )
+    twice = [name for name in writers if name.startswith(parts_of(writers))]
+    once = 0 < len(writers) == len({*writers}) and not twice
     require(once, "writer", expected="writers, none of them part of another", got=writers)
     reads = clean_reads(view, tokens, writers, layers)
     others: dict[int, Read] = {}

@@ -77,8 +77,7 @@ def _redrawn(
     leaf = name.rsplit(".", 1)[-1]
     if leaf == "b" or leaf.endswith("bias") or leaf.startswith("b_"):
         return torch.zeros_like(value)
-    if (
-        value.dim() == 1 or "_norm." in name
-    ):  # that of queries and keys may have a row for each head
+    # gains of a norm of queries and keys may have a row for each head
+    if value.dim() == 1 or "_norm." in name:
         return torch.full_like(value, gain)
     return (torch.randn(value.shape, generator=generator, dtype=torch.float64) * std).to(value)
