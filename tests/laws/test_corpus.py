@@ -19,12 +19,7 @@ from hypothesis import strategies as st
 import tl_geometry as tlg
 from tests.lib.data import refused
 from tests.lib.models import VOCAB, tiny
-from tl_geometry.corpus import (
-    TokenWindows,
-    prompts,
-    repeated_random_tokens,
-    splice,
-)
+from tl_geometry.corpus import TokenWindows, prompts, repeated_random_tokens, splice
 from tl_geometry.corpus.sources import as_tokens
 
 pytestmark = pytest.mark.once

@@ -110,6 +110,10 @@ def test_isotropy_accepts_isotropic_noise_and_sees_each_violation() -> None:
     x[:, 3] = 0.1
     x[::2, 3] = torch.nextafter(x[0, 3], torch.ones(()).double())
     assert noise.isotropy_tests(x)["degenerate"] == 1
+    assert noise.isotropy_tests(x[:8, :2])["degenerate"] == 0
+    for few in (x[:7], x[:, :1]):
+        with pytest.raises(GeometryError, match="residuals"):
+            noise.isotropy_tests(few)
 
 
 def test_p_values_of_normality_are_uniform_and_those_of_the_textbook() -> None:

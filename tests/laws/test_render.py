@@ -159,7 +159,6 @@ def test_where_frames_are_forbidden_a_sentence_stands(name: str) -> None:
     left = without_frames(page(name).html())
     assert "trusted notebook" in left
     assert "<script" not in left
-    assert 'sandbox="allow-scripts"' in page(name).html()
 
 
 @nightly
@@ -244,11 +243,6 @@ def test_a_figure_is_the_same_in_every_form_and_run(tmp_path: Path) -> None:
     assert b"position" in first.svg()  # text stays text
 
 
-def test_plot_finds_the_view_of_a_result() -> None:
-    w = world("gpt2")
-    assert tlg.plot(w.split).title == render.split(w.split).title
-    assert tlg.plot(graph()).title == render.graph_page(graph()).title
-    assert tlg.plot(graph().tokens()).title == render.token_attribution(graph().tokens()).title
-    assert tlg.plot(w.sweep).title == render.head_shares(w.sweep).title
+def test_plot_refuses_what_has_no_view() -> None:
     with pytest.raises(GeometryError, match="view"):
         tlg.plot(Table.of(pd.DataFrame({"a": [1.0]}), Provenance()))

@@ -21,10 +21,7 @@ from benchmarks import known_measures
 from benchmarks.calibration_effects import paired_effects
 from benchmarks.calibration_flow import flow_reports
 from benchmarks.calibration_outcomes import AT_MOST, SIZE, Origin, outcome
-from benchmarks.calibration_scores import (
-    share_settings,
-    sweep_intervals,
-)
+from benchmarks.calibration_scores import share_settings, sweep_intervals
 from benchmarks.harness import Row
 from benchmarks.known_judging import Counts, auroc, judge_labels
 from benchmarks.known_models import POSITIONS

@@ -22,7 +22,6 @@ from tl_geometry.flow import separation
 
 pytestmark = pytest.mark.once
 
-ROOT = Path(__file__).resolve().parents[2]
 RIGHT: Any = torch.ones(3)
 WRONG: Any = torch.ones(4)
 TEXT: Any = "text"

@@ -17,15 +17,16 @@ import pytest
 import torch
 
 from tests.lib.subjects import called
-from tests.lib.subjects.views import ROWS, VIEWS, data_of, drawn, inside
-from tests.lib.worlds import world
+from tests.lib.subjects.views import VIEWS, data_of, drawn, inside
 from tests.tables.answers import HOSTILE, Cells, asked
-from tl_geometry import Table
+from tl_geometry import Table, render
 
 pytestmark = pytest.mark.once
 W = "llama"
 """The world that is drawn: rotary, so that every view has something to draw."""
 LARGEST = 5_000_000
+OTHERS = {"gram", "fourier", "noise_figure", "attention_heads", "induction", "heads"}
+"""Views of results for which :func:`tl_geometry.plot` has another."""
 NO_SCRIPT = frozenset({"http://www.w3.org/2000/svg"})
 """Addresses that are names and are never fetched."""
 CELL = HOSTILE.replace("\ud800", "")
@@ -36,7 +37,7 @@ each_view = pytest.mark.parametrize("name", VIEWS)
 @cache
 def shown(name: str) -> tuple[Any, Any]:
     """The result and its view."""
-    return called(W, f"view: {name}", "plain")[0] if name in ROWS else VIEWS[name](world(W))
+    return called(W, f"view: {name}", "plain")[0]
 
 
 def pages_of(view: Any) -> tuple[str, str]:
@@ -66,6 +67,12 @@ def test_a_view_says_four_things(name: str) -> None:
         for axis in view.figure.axes:  # what is told apart by names has a legend
             names = {name for name in axis.get_legend_handles_labels()[1] if name[0] != "_"}
             assert len(names) < 2 or axis.get_legend() or view.figure.legends, names
+
+
+@each_view
+def test_plot_finds_the_view_of_a_result(name: str) -> None:
+    result, view = shown(name)
+    assert (render.plot(result).caption == view.caption) == (name not in OTHERS)
 
 
 def numbers(value: Any, depth: int = 0) -> Iterator[np.ndarray]:
@@ -136,10 +143,6 @@ def test_a_number_that_is_not_in_the_result_is_found() -> None:
     assert wrong == [0.123456, 0.654321]
 
 
-def is_red(colour: Any) -> bool:
-    return colour[0] > colour[2]
-
-
 @each_view
 def test_red_is_positive_and_blue_is_negative(name: str) -> None:
     view = shown(name)[1]
@@ -150,8 +153,8 @@ def test_red_is_positive_and_blue_is_negative(name: str) -> None:
         low, high = image.norm.vmin, image.norm.vmax
         if values.ndim == 2 and low is not None and low < 0:
             assert low == -high
-            assert is_red(image.cmap(image.norm(high)))
-            assert not is_red(image.cmap(image.norm(low)))
+            red, blue = (image.cmap(image.norm(end)) for end in (high, low))
+            assert (red[0] > red[2], blue[0] > blue[2]) == (True, False)
         elif values.ndim == 2 and np.nanmin(values) < -0.01 * np.nanmax(values):
             raise AssertionError(f"{name} draws negative values on a scale from 0")
 

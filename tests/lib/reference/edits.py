@@ -12,14 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.lib.reference.decoder import Decoder, Hooks, Key, Run
-from tests.lib.reference.scores import (
-    BIAS,
-    Term,
-    normed,
-    plane_terms,
-    position_parts,
-    terms,
-)
+from tests.lib.reference.scores import BIAS, Term, normed, plane_terms, position_parts, terms
 
 Metric = Callable[[Tensor], Tensor]
 """One number for each prompt, from logits ``[b i v]``."""

@@ -11,6 +11,7 @@ import base64
 import json
 import re
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from matplotlib.colors import to_hex, to_rgba_array
+from matplotlib.figure import Figure
 from scipy.fft import dctn
 
 import tl_geometry as tlg
@@ -25,25 +27,18 @@ from tests.lib.subjects.flow import skips
 from tests.lib.subjects.row import Answers, Subject, prefixed, rotary
 from tests.lib.worlds import QUIET, World
 from tl_geometry import circuits, interventions, measures, render, sphere
+from tl_geometry.scores import offset_profile
 
 Numbers = Iterable[Any]
 NUMBER = re.compile(r"(?<![\w#])[-+−]?\d[\d.,]*(?:e[-+]?\d+)?")  # no digit of a name or colour
-STYLE = (
-    "text",
-    "color",
-    "facecolor",
-    "edgecolor",
-    "linestyle",
-    "linewidth",
-    "marker",
-    "fontsize",
-    "visible",
-)
+STYLE = ("text", "color", "facecolor", "edgecolor", "linestyle", "linewidth", "marker")
+STYLE += ("markersize", "alpha", "label", "fontsize", "visible")
+LETTERS = [chr(97 + i) for i in range(18)]
 SCALES = {"limit", "limits", "units", "minValue", "maxValue"}
 """Numbers of a page's data that its script needs for scales."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Shown:
     """A view: the result, how it is drawn, what is drawn beside the numbers of the result (``more``
     of them), or why no number is looked for."""
@@ -131,6 +126,10 @@ def flow(w: World) -> Any:
     return tlg.flow_report(w.all_states)
 
 
+def between(w: World) -> Any:
+    return tlg.trace_logit(w.model, w.ids[:1], w.targets[0][0], counterfactual=w.other[:1])
+
+
 def planes(w: World) -> Any:
     return tlg.sweep_heads(w.model, w.fresh, w.basis, planes=True, **QUIET).planes()
 
@@ -141,66 +140,58 @@ def faithful(w: World) -> Any:
 
 
 VIEWS = {
-    "spirals": Shown(result=lambda w: w.basis, draw=render.spirals, more=principal),
-    "gram": Shown(result=lambda w: w.basis, draw=lambda b: render.gram(b, 1), more=cosines),
-    "variance_shares": Shown(result=lambda w: w.basis.anova(), draw=render.variance_shares),
-    "fourier": Shown(result=lambda w: w.basis, draw=render.fourier, more=transformed),
+    "spirals": Shown(lambda w: w.basis, render.spirals, principal),
+    "gram": Shown(lambda w: w.basis, lambda b: render.gram(b, 1), cosines),
+    "variance_shares": Shown(lambda w: w.basis.anova(), render.variance_shares),
+    "fourier": Shown(lambda w: w.basis, render.fourier, transformed),
     "measure_curves": Shown(
-        result=positional,
-        draw=lambda r: render.measure_curves(r, ("rank", "smoothness")),
-        more=with_errors(1),
+        positional, lambda r: render.measure_curves(r, ("rank", "smoothness")), with_errors(1)
     ),
     "learning_curve": Shown(
-        result=lambda w: measures.learning_curve(w.basis),
-        draw=lambda r: render.measure_curves(r, "rank"),
+        lambda w: measures.learning_curve(w.basis), lambda r: render.measure_curves(r, "rank")
     ),
     "context_curves": Shown(
-        result=lambda w: tlg.contextual_report(w.basis, draws=2),
-        draw=render.measure_curves,
-        more=with_errors(1),
+        lambda w: tlg.contextual_report(w.basis, draws=2), render.measure_curves, with_errors(1)
     ),
-    "noise_figure": Shown(result=flow, draw=render.noise_figure, more=laws),
-    "baseline_figure": Shown(result=flow, draw=render.baseline_figure),
-    "skip_figure": Shown(
-        result=lambda w: skips(w, pairs=[(0, 1), (1, 2)]),
-        draw=render.skip_figure,
-    ),
+    "noise_figure": Shown(flow, render.noise_figure, laws),
+    "baseline_figure": Shown(flow, render.baseline_figure),
+    "skip_figure": Shown(lambda w: skips(w, pairs=[(0, 1), (1, 2)]), render.skip_figure),
     "truncation_figure": Shown(
-        result=lambda w: tlg.truncation_kl(w.model, w.prompts, w.ensemble, K=(1, 4), **QUIET),
-        draw=render.truncation_figure,
-        more=with_errors(2),
+        lambda w: tlg.truncation_kl(w.model, w.prompts, w.ensemble, K=(1, 4), **QUIET),
+        render.truncation_figure,
+        with_errors(2),
     ),
-    "head_shares": Shown(result=lambda w: w.sweep, draw=render.head_shares),
-    "head_planes": Shown(
-        result=planes, draw=lambda p: render.head_planes(p, heads="L1H0"), more=by_group
-    ),
-    "bands": Shown(result=lambda w: planes(w).by_band(), draw=render.heads),
-    "readout": Shown(result=lambda w: tlg.token_readout(w.model, matrix="OV"), draw=render.heads),
+    "head_shares": Shown(lambda w: w.sweep, render.head_shares),
+    "head_planes": Shown(planes, lambda p: render.head_planes(p, heads="L1H0"), by_group),
+    "bands": Shown(lambda w: planes(w).by_band(), render.heads),
+    "readout": Shown(lambda w: tlg.token_readout(w.model, matrix="OV"), render.heads),
     "sphere_paths": Shown(
-        result=lambda w: sphere.token_paths(w.model, w.ids, w.basis), draw=render.sphere_paths
+        lambda w: sphere.token_paths(w.model, w.ids, w.basis), render.sphere_paths
     ),
     "weight_blocks": Shown(
-        result=lambda w: tlg.weight_geometry(w.model, w.basis, layers=[1], draws=4),
-        draw=render.weight_blocks,
+        lambda w: tlg.weight_geometry(w.model, w.basis, layers=[1], draws=4),
+        render.weight_blocks,
         why="a cell is a colour of its own",
     ),
     "effect_bars": Shown(
-        result=lambda w: interventions.effects(
+        lambda w: interventions.effects(
             w.model, w.prompts, interventions.each(w.model, w.heads, by="zero")
         ),
-        draw=render.effect_bars,
+        lambda t: render.effect_bars(t, ax=Figure().subplots()),
     ),
     "composition_figure": Shown(
-        result=lambda w: circuits.composition(w.model, w.prompts, draws=3, **QUIET),
-        draw=render.composition_figure,
+        lambda w: circuits.composition(w.model, w.prompts, draws=3, **QUIET),
+        render.composition_figure,
     ),
-    "faithfulness_curve": Shown(result=faithful, draw=render.faithfulness_curve, more=percent),
-    "token_attribution": Shown(result=lambda w: w.graph.tokens(), draw=render.token_attribution),
-    "split": Shown(result=lambda w: w.split, draw=render.split, more=groups_of),
-    "heads": Shown(result=lambda w: w.sweep, draw=render.heads),
-    "graph_page": Shown(result=lambda w: w.graph, draw=render.graph_page),
-    "attention_heads": Shown(result=lambda w: w.split, draw=render.attention_heads, more=groups_of),
-    "induction": Shown(result=lambda w: w.graph, draw=render.induction),
+    "faithfulness_curve": Shown(
+        faithful, lambda r: render.faithfulness_curve({"a": r, "b": r}), percent
+    ),
+    "token_attribution": Shown(lambda w: w.graph.tokens(), render.token_attribution),
+    "split": Shown(lambda w: w.split, render.split, groups_of),
+    "heads": Shown(lambda w: w.sweep, render.heads),
+    "graph_page": Shown(lambda w: w.graph, render.graph_page),
+    "attention_heads": Shown(lambda w: w.split, render.attention_heads, groups_of),
+    "induction": Shown(lambda w: w.graph, render.induction),
 }
 
 
@@ -259,13 +250,16 @@ def data_of(page: str) -> Any:
 def look(figure: Any) -> Answers:
     """Styles and texts of a figure, numbers in texts left out, and what :func:`drawn` finds; signs
     of principal directions are free."""
-    found: dict[str, list[Any]] = {"limits": [[a.get_xlim(), a.get_ylim()] for a in figure.axes]}
+    limits = [[a.get_xlim(), a.get_ylim()] for a in figure.axes]
+    found: dict[str, list[Any]] = {"limits": limits, "size": [figure.get_size_inches()]}
     for kind, values in drawn(figure):
         if np.size(values):
             found.setdefault(kind, []).append(np.nan_to_num(values))
-    words = {f"{type(a).__name__} {n}: {styled(a, n)}" for a in figure.findobj() for n in STYLE}
+    words = Counter(
+        f"{type(a).__name__} {n}: {styled(a, n)}" for a in figure.findobj() for n in STYLE
+    )
     sizes = {n: abs(np.concatenate([np.ravel(x) for x in each])) for n, each in found.items()}
-    return {"words": sorted(words), **prefixed("drawn", sizes)}
+    return {"words": sorted(f"{n} x {x}" for x, n in words.items()), **prefixed("drawn", sizes)}
 
 
 def styled(artist: Any, name: str) -> str:
@@ -274,7 +268,7 @@ def styled(artist: Any, name: str) -> str:
     if name.endswith("color") and not isinstance(value, str):
         colours = sorted({to_hex(colour) for colour in to_rgba_array(value)})
         value = colours if len(colours) < 9 else "many"
-    return NUMBER.sub("#", str(value)) if name == "text" else str(value)
+    return NUMBER.sub("#", str(value)) if name in ("text", "label") else str(value)
 
 
 def read(page: str) -> Answers:
@@ -300,18 +294,42 @@ def read(page: str) -> Answers:
 
 
 def said(shown: tuple[Any, Any]) -> Answers:
-    """Title and caption, less their numbers, and how the view looks."""
+    """Title, caption and null, their numbers apart, and how the view looks."""
     view = shown[1]
-    texts = {name: NUMBER.sub("#", getattr(view, name)) for name in ("title", "caption")}
-    return texts | (read(view.page) if hasattr(view, "page") else look(view.figure))
+    found: Answers = {"height": getattr(view, "height", 0)}
+    for name in ("title", "caption", "null"):
+        found[name] = NUMBER.sub("#", text := getattr(view, name).replace("−", "-"))
+        if numbers := NUMBER.findall(text):
+            found[f"numbers of {name}"] = [float(x.rstrip(".,")) for x in numbers]
+    return found | (read(view.page) if hasattr(view, "page") else look(view.figure))
 
 
 ALONE = {
-    "bundle_3d": Shown(result=lambda w: w.all_states, draw=render.bundle_3d),
-    "plot": Shown(result=lambda w: w.sweep, draw=render.plot),
+    "bundle_3d": Shown(lambda w: w.all_states, render.bundle_3d),
+    "plot": Shown(lambda w: w.sweep, render.plot),
+    "variance_shares beside a control": Shown(
+        lambda w: w.basis.anova(null=w.basis), lambda t: render.variance_shares(t, control=t)
+    ),
+    "spirals beside a control": Shown(lambda w: w.basis, lambda b: render.spirals(b, control=b)),
+    "head_shares of gain": Shown(lambda w: w.sweep, lambda t: render.head_shares(t, share="gs")),
+    "head_planes and offsets": Shown(
+        lambda w: w.split, lambda s: render.head_planes(s.planes(), offset_profile(s))
+    ),
+    "terms of a split": Shown(
+        lambda w: w.split,
+        lambda s: render.split(s, "L1H2", context=1, panels="terms", centered=True),
+    ),
+    "graph_page between prompts": Shown(between, render.graph_page),
+    "attention_heads of values": Shown(
+        lambda w: w.split.terms["pos", "cvec"][0], lambda x: render.attention_heads(x, LETTERS)
+    ),
+    "induction of a head": Shown(lambda w: w.graph, lambda g: render.induction(g, "L1H0")),
+    "edges of features": Shown(
+        lambda w: circuits.composition(w.model, w.prompts, draws=3, **QUIET),
+        lambda t: render.composition_figure(t, share="gs", n=4),
+    ),
 }
-"""Views that need plotly, or are one of the others."""
-ROWS = {n: s for n, s in (VIEWS | ALONE).items() if hasattr(render, n)}
+"""Views that need plotly or are of options: recorded, and under no law of :data:`VIEWS`."""
 WITHOUT = dict.fromkeys(
     ("again", "order", "loaded", "classes", "half", "empty"),
     "drawn in one world, from results that have these laws",
@@ -320,12 +338,12 @@ PLOTLY = {"disturbs:warning filters": "plotly adds filters of warnings when it i
 SUBJECTS = tuple(
     Subject(
         name=f"view: {name}",
-        covers=(f"render.{name}",),
+        covers=(f"render.{name}",) if hasattr(render, name) else (),
         call=lambda w, shown=shown: shown(w),
         answers=said,
-        only={"*": rotary} if name == "head_planes" else {},
+        only={"*": rotary} if "planes" in name else {},
         tolerance={"*": (2e-3, "pages hold numbers rounded to three digits")},
         without=WITHOUT | (PLOTLY if name == "bundle_3d" else {}),
     )
-    for name, shown in ROWS.items()
+    for name, shown in (VIEWS | ALONE).items()
 )

@@ -55,7 +55,7 @@ def features(s: Scene, **changed: Any) -> tuple[Any, ...]:
     return tuple((own | changed).values())
 
 
-def autoencoder(s: Scene, architecture: str = "standard", **settings: Any) -> Any:
+def autoencoder(s: Scene) -> Any:
     """What an object of SAELens looks like."""
     _, decoder, bias = features(s)
     return SimpleNamespace(
@@ -63,7 +63,7 @@ def autoencoder(s: Scene, architecture: str = "standard", **settings: Any) -> An
         decode=lambda activations: activations @ decoder + bias,
         W_dec=decoder,
         b_dec=bias,
-        cfg=SimpleNamespace(architecture=lambda: architecture, **settings),
+        cfg=SimpleNamespace(architecture=lambda: "standard"),
     )
 
 
@@ -72,7 +72,6 @@ def shared(s: Scene, source: Any = None, layer: int = 1, **options: Any) -> Any:
     return circuits.feature_shares(s.model, s.ids, known, **{"heads": f"L{layer}H0", **options})
 
 
-UNSUPPORTED = tlg.UnsupportedModelError
 NEITHER = {
     "answers in words": ({"answer": "x y z"}, "answer"),
     "equal answers": ({"answer": (5, 5)}, "answer"),
@@ -188,6 +187,7 @@ GROUPS = (
             "scores of another model": ({"circuit": lambda s: s.rotary.edges}, "circuit|edges"),
             "no fractions": ({"fractions": ()}, "fraction"),
             "a fraction of 0": ({"fractions": [0.0]}, "fraction"),
+            "nothing to explain": ({"counterfactual": lambda s: s.ids[:2, :8]}, "metric"),
         },
     ),
     Group(
@@ -225,21 +225,6 @@ GROUPS = (
             "activations with NaN": (
                 {"source": lambda s: features(s, activations=torch.full((3, 18, 6), NAN))},
                 "activations",
-            ),
-            "a transcoder": (
-                {"source": lambda s: autoencoder(s, "skip_transcoder")},
-                "dictionary",
-                UNSUPPORTED,
-            ),
-            "whitened states": (
-                {"source": lambda s: autoencoder(s, normalize_activations="covariance_whitening")},
-                "dictionary",
-                UNSUPPORTED,
-            ),
-            "features of an MLP": (
-                {"source": lambda s: autoencoder(s, hook_name="blocks.1.hook_mlp_out")},
-                "dictionary",
-                UNSUPPORTED,
             ),
             "heads of another block": ({"heads": "L2H0"}, "heads"),
             "a block beyond": ({"layer": 99}, "layer"),

@@ -27,13 +27,6 @@ def traced(model: Any, ids: Any = IDS[:1], target: Any = 5, **options: Any) -> A
     return tlg.trace_logit(model, ids, target, **options)
 
 
-def made_inside(s: Scene) -> Any:
-    """Edge scores of a model that was made inside ``torch.inference_mode``."""
-    with torch.inference_mode():
-        model = made("llama")
-    return scored(model)
-
-
 def looked_at_inside(s: Scene) -> Any:
     """Edge scores of a model that was looked at inside ``torch.inference_mode``."""
     model = made("llama")
@@ -126,7 +119,6 @@ ROWS: tuple[Row, ...] = (
     Row("17 DataParallel", parallel, "model", error=tlg.UnsupportedModelError),
     Row("17 a deep copy beside its model", lambda s: copied(s, True)),
     Row("17 a deep copy of what is gone", lambda s: copied(s, False), ".", either=True),
-    Row("18 a model made in inference mode", made_inside, ".", either=True),
     Row(
         "20 half a surrogate pair in a prompt",
         lambda s: traced(s.model, "x = \ud800", prepend_bos=True),

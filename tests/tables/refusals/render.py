@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
+from matplotlib.figure import Figure
+
+import tl_geometry as tlg
+from tests.lib.subjects.views import faithful
 from tests.tables.refusals.row import NOT_A_BASIS, Group, Options, Scene, Wrong, calls
 from tl_geometry import render
 
@@ -24,6 +29,12 @@ ITS_OWN = "^(?!terms)"
 """What a refusal is about: not what the view looked for in the wrong thing."""
 PLOT: Any = render.plot
 VARIANCE: Any = lambda s: render.variance_shares(s.w.basis.anova())
+CURVES: Any = lambda s, *names: render.measure_curves(
+    tlg.positional_report(s.w.basis, jackknife=False, nulls=False), names, ax=Figure().subplots()
+)
+UNITS: Any = lambda s, *units: render.faithfulness_curve(
+    {unit: dataclasses.replace(faithful(s.w), unit=unit) for unit in units}
+)
 RIGHT = {"split": "a split"} | dict.fromkeys(("spirals", "fourier", "variance_shares"), "a basis")
 
 
@@ -62,6 +73,8 @@ GROUPS = (
             "a Gram matrix": lambda s: render.gram(s.w.basis, 1),
             "shares of covariance": lambda s: render.head_shares(s.w.sweep, share="cs"),
             "the view of a sweep": lambda s: render.plot(s.w.sweep),
+            "a curve into axes": lambda s: CURVES(s, "rank"),
+            "curves of edges": lambda s: UNITS(s, "edges"),
             "PNG": lambda s: VARIANCE(s).save(s.folder / "a.png"),
         },
         wrong={
@@ -78,6 +91,8 @@ GROUPS = (
             "shares of no name": (lambda s: render.head_shares(s.w.sweep, share="x"), "share"),
             "a file of no kind": (lambda s: VARIANCE(s).save(s.folder / "a.docx"), "path"),
             "below a file": (lambda s: VARIANCE(s).save(s.path("plain") / "a.html"), "."),
+            "curves into one axes": (lambda s: CURVES(s, "rank", "smoothness"), "ax"),
+            "curves of two kinds": (lambda s: UNITS(s, "edges", "nodes"), "results"),
             "the view of prompts": (lambda s: PLOT(s.w.prompts), "result"),
             "the view of a path": (lambda s: PLOT(NOT_A_BASIS), "result"),
         },
