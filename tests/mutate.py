@@ -230,7 +230,7 @@ def tests_of(
     other. The quick ones come first, file by file; those of the fault's package look most closely,
     so their time counts a quarter. A process imports all its files before it runs a test, so the
     quickest (:data:`QUICK`) have a process of their own."""
-    own, found = f"tests/{fault.package}/", []
+    own, found = f"tests/laws/test_{fault.package}", []
     for name, file in covered.items():
         tests, seconds = file.reaching(home, name)
         if tests:
