@@ -178,6 +178,14 @@ def test_turned_around_every_sign_turns(kind: str) -> None:
     assert float((pair[0] + pair[1]).abs().max()) < WITHIN * size(here)
 
 
+@pytest.mark.parametrize("traced", [one, two])
+def test_runs_that_do_not_fit_are_made_again(traced: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = traced("gemma2")
+    monkeypatch.setattr("tl_geometry.circuits.walk.KEPT_BYTES", 0)
+    again = traced.__wrapped__("gemma2")
+    pd.testing.assert_frame_equal(again.edges, kept.edges, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("kind", ["gpt2", "gemma2"])
 def test_equal_prompts_differ_in_nothing(kind: str) -> None:
     with InDouble():  # (f)

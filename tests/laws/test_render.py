@@ -241,8 +241,3 @@ def test_a_figure_is_the_same_in_every_form_and_run(tmp_path: Path) -> None:
         assert first.save(tmp_path / f"x.{form}").read_bytes().startswith(starts)
     assert "prefers-color-scheme:dark" in first.html()
     assert b"position" in first.svg()  # text stays text
-
-
-def test_plot_refuses_what_has_no_view() -> None:
-    with pytest.raises(GeometryError, match="view"):
-        tlg.plot(Table.of(pd.DataFrame({"a": [1.0]}), Provenance()))

@@ -30,7 +30,6 @@ from torch import Tensor
 
 from tl_geometry.circuits.arithmetic import NormMap
 from tl_geometry.circuits.runner import Attended, Block
-from tl_geometry.circuits.streams import Apart
 from tl_geometry.circuits.walk import Layer, Walk, fewest_carrying
 
 VALUE, QUERY, KEY = range(3)
@@ -148,10 +147,7 @@ class EdgeFinder:
         """Edges into heads of one block, and what these wrote."""
         walk, arithmetic = self.walk, self.walk.arithmetic()
         entered, at = walk.states.streams[block.number], self.positions[rows]
-        with torch.enable_grad():
-            seen = block.attend(Apart(entered), arithmetic)
-            cotangent = walk.both(layer.z[-1])
-            response = torch.autograd.grad(seen.z, seen.scores, cotangent)[0][0]
+        seen, response = walk.attended(block)
         with torch.no_grad():
             norm = arithmetic.map(block.layer.norm, entered)
             maps = {w: block.head_map(seen.sides[w].raw, w, arithmetic) for w in "qkv"}
@@ -171,11 +167,8 @@ class EdgeFinder:
             for group in (heads // size).unique().tolist():  # whose heads share keys and values
                 some = heads // size == group
                 h, i = heads[some], at[some]
-                sides = (
-                    (VALUE, "v", pattern[h, i], layer.z[0][i, h]),
-                    (KEY, "k", c[h, i], q[i, h]),
-                )
-                for edge_type, which, cells, vectors in sides:
+                values = (VALUE, "v", pattern[h, i], layer.z[0][i, h])
+                for edge_type, which, cells, vectors in (values, (KEY, "k", c[h, i], q[i, h])):
                     each = [x[:, group] for x in parts[which]]
                     whole = walk.written(block, seen, which)[:, group * size]
                     self._across(edge_type, rows[some], cells, vectors, [*each, whole])

@@ -142,8 +142,7 @@ class Batch:
                 writes.append(pick(run.mlp).unsqueeze(1))
 
         tokens = torch.cat([self.pairs.tokens, self.pairs.counterfactuals])
-        run = self.runner.verified
-        states = run(tokens, arithmetic, position=self.place, on_block=on_block)
+        states = self.runner.verified(tokens, arithmetic, position=self.place, on_block=on_block)
         writes[0] = pick(states.streams[0]).unsqueeze(1)
         values = [self.measured(logits) for logits in states.logits.chunk(2)]
         return states, torch.cat(writes, 1), values

@@ -12,14 +12,14 @@ all heads together; its bias, like b_O, is shared out evenly, so that the writes
 block adds. Everything is made of the model's own specifications (norms, projections, QK-norm,
 rotation, biases, caps, sinks, MLPs), and the logits are compared with the model's own.
 
-A walk back goes block by block from the last to the first. Each block is run once more from the
-stream that entered it, so that memory is that of one block's run, the streams, and the queries,
-keys and constants of every layer for one prompt.
+A walk back goes block by block from the last to the first. Where runs were not kept, each block is
+run once more from the stream that entered it, so that memory is that of one block's run, the
+streams, and the queries, keys and constants of every layer for one prompt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -63,13 +63,15 @@ class Attended(NamedTuple):
 
 @dataclass(eq=False)
 class BlockRun:
-    """One block as it was run: what it read and made. ``mlp_read`` is what the MLP read, ``after``
-    the stream behind the block. After :meth:`pull`, ``grads`` holds gradients by name: ``"q"``,
-    ``"k"``, ``"v"`` (of the raw projections), ``"scores"`` (before a soft cap), ``"z"``,
-    ``"heads"``, ``"mlp"`` and ``"mlp read"`` (through the MLP alone)."""
+    """One block as it was run: what it read and made. ``entered`` and ``after`` are the stream in
+    front of it and behind it, ``mlp_read`` is what the MLP read. After :meth:`pull`, ``grads``
+    holds gradients by name: ``"q"``, ``"k"``, ``"v"`` (of the raw projections), ``"scores"``
+    (before a soft cap), ``"z"``, ``"heads"``, ``"mlp"`` and ``"mlp read"`` (through the MLP
+    alone)."""
 
     block: Block
     arithmetic: Live
+    entered: Stream
     attention: Attended
     heads: Float[Tensor, "head batch position d_model"]
     mlp_read: Stream | None
@@ -77,7 +79,7 @@ class BlockRun:
     after: Stream
     grads: dict[str, Tensor] = field(default_factory=dict)
 
-    def pull(self, entered: Stream, adjoint: Stream, *, patterns: bool = True) -> Stream:
+    def pull(self, adjoint: Stream, *, patterns: bool = True) -> Stream:
         """dT/d(stream that entered the block) from dT/d(that behind it), in a walk back; without
         ``patterns`` through values alone (``grads`` has no queries, keys and scores then)."""
         seen, kinds = self.attention, "qkv" if patterns else "v"
@@ -86,7 +88,7 @@ class BlockRun:
         tracked |= {"scores": seen.scores} if patterns else {}
         tracked |= {"z": seen.z, "heads": self.heads}
         tracked |= {} if self.mlp is None else {"mlp": self.mlp, "mlp read": self.mlp_read}
-        wanted = [entered, *reads, *tracked.values()]
+        wanted = [self.entered, *reads, *tracked.values()]
         options = {"allow_unused": True, "retain_graph": True}
         found = torch.autograd.grad(self.after, wanted, adjoint, **options)
         grads = [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, found)]
@@ -140,7 +142,7 @@ class Block:
 
     def run(self, stream: Shared, arithmetic: Live, *, leaf: bool = False) -> BlockRun:
         """Read and write as the block does; what the MLP wrote has no past with ``leaf``."""
-        before = stream.read("mlp") if self.parallel else None
+        entered, before = stream.total, stream.read("mlp") if self.parallel else None
         attention = self.attend(stream, arithmetic)
         heads = self.written(attention.z, arithmetic)
         stream.add(heads)
@@ -153,7 +155,13 @@ class Block:
             if leaf:
                 write = write.detach().requires_grad_(torch.is_grad_enabled())
             stream.add(write.unsqueeze(0))
-        return BlockRun(self, arithmetic, attention, heads, read, write, stream.total)
+        return BlockRun(self, arithmetic, entered, attention, heads, read, write, stream.total)
+
+    def tracked(self, entered: Stream, arithmetic: Live, *, leaf: bool = False) -> BlockRun:
+        """A run from which :meth:`BlockRun.pull` takes gradients; none leaves the block."""
+        with torch.enable_grad():
+            stream = Apart(entered.detach().requires_grad_())
+            return self.run(stream, arithmetic, leaf=leaf)
 
     def attend(self, stream: Shared, arithmetic: Live) -> Attended:
         """Attention up to the mixed values of its heads."""
@@ -304,15 +312,19 @@ class Runner:
         *,
         position: int | None = None,
         on_block: OnBlock | None = None,
+        kept: list[BlockRun] | None = None,
+        leaf: bool = False,
     ) -> States:
-        """The model's own pass over ``tokens`` and one by blocks, without gradients; their logits,
-        at one ``position`` if it is given, are compared. Between two runs ``tokens`` are the
-        prompts, then their counterfactuals."""
+        """The model's own pass over ``tokens`` and one by blocks; their logits, at one ``position``
+        if it is given, are compared. Between two runs ``tokens`` are the prompts, then their
+        counterfactuals. The list ``kept`` gets the blocks, as a walk back (with MLPs perhaps a
+        ``leaf``) would run them once more."""
         embedded: dict[str, Tensor] = {}
         hook, writing = self.view.state_hooks[0], writing_of(self.view)
         hooks = {name: keep(embedded, name) for name in (hook, *dict(writing.embeddings).values())}
         logits = self.view.logits(tokens, hooks, position)
-        run = self.run(embedded[hook].to(self.blocks[0].layer.h), arithmetic, position, on_block)
+        first = embedded[hook].to(self.blocks[0].layer.h)
+        run = self.run(first, arithmetic, position, on_block, kept, leaf=leaf)
         self.require_model_logits(logits, stream_at(run.streams[-1], position), run.logits)
         return run._replace(embedded=embedded)
 
@@ -322,15 +334,21 @@ class Runner:
         arithmetic: Callable[[], Live] = Live,
         position: int | None = None,
         on_block: OnBlock | None = None,
+        kept: list[BlockRun] | None = None,
+        *,
+        leaf: bool = False,
     ) -> States:
         """One pass by blocks from the first state."""
-        stream, streams = Shared(first), [first]
+        streams = [first]
         for block in self.blocks:
-            ran = block.run(stream, arithmetic())
-            streams.append(stream.total)
+            if kept is None:
+                ran = block.run(Shared(streams[-1]), arithmetic())
+            else:
+                kept.append(ran := block.tracked(streams[-1], arithmetic(), leaf=leaf))
+            streams.append(ran.after.detach())
             if on_block is not None:
                 on_block(ran)
-        logits = self.logits(stream_at(stream.total, position), arithmetic())
+        logits = self.logits(stream_at(streams[-1], position), arithmetic())
         return States(tuple(streams), logits, {})
 
     def logits(self, last: Stream, arithmetic: Live) -> Float[Tensor, "batch position d_vocab"]:
@@ -338,17 +356,6 @@ class Runner:
         normed = arithmetic.norm(self.head.norm, last)
         raw = normed @ self.head.W_U.to(normed) + self.head.b_U.to(normed)
         return arithmetic.cap(raw, self.head.softcap)
-
-    def back(
-        self, streams: Sequence[Stream], arithmetic: Callable[[], Live], *, leaf: bool = False
-    ) -> Iterator[tuple[Stream, BlockRun]]:
-        """For a walk back: of every block, the last first, the stream that entered it and its run,
-        from which :meth:`BlockRun.pull` takes gradients."""
-        for block in reversed(self.blocks):
-            with torch.enable_grad():
-                entered = streams[block.number].detach().requires_grad_()
-                run = block.run(Apart(entered), arithmetic(), leaf=leaf)
-            yield entered, run
 
     def require_model_logits(
         self,

@@ -269,8 +269,9 @@ def _contracted(
     scores = change.new_zeros(count, len(layout.readers), len(layout.writers))
     at = len(layout.readers) - 1
     scores[:, at] = torch.einsum("bwx,bx->bw", writes, adjoint[:count].flatten(1))
-    for entered, run in batch.runner.back(streams, arithmetic):
-        adjoint = run.pull(entered, adjoint)
+    for block in reversed(batch.runner.blocks):
+        run = block.tracked(streams[block.number], arithmetic())
+        adjoint = run.pull(adjoint)
         readers = run.to_readers(count).flatten(2)
         at -= readers.shape[1]
         most = layout.seen[at + readers.shape[1] - 1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -15,13 +16,16 @@ from torch import Tensor
 from tl_geometry.base.errors import ReconstructionError, require
 from tl_geometry.circuits.arithmetic import Between, Frozen, Live, difference
 from tl_geometry.circuits.runner import Attended, Block, BlockRun, Runner, States
-from tl_geometry.circuits.streams import Write
+from tl_geometry.circuits.streams import Apart, Write
 from tl_geometry.corpus.prompt_sets import Prompts
 from tl_geometry.models.mlp import mlp_spec
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reconstruction import reconstruction_bound
 from tl_geometry.models.write_spec import writing_of
 from tl_geometry.models.writers import Written
+
+KEPT_BYTES = 2**29
+"""Most bytes of block runs that are kept for the walk back and the edges."""
 
 
 class Values(NamedTuple):
@@ -65,10 +69,12 @@ class Walk:
     """A logit on its way back. ``leaves`` are the embeddings by name (between two runs their
     differences) and ``constant`` what a norm behind them added to their sum; ``adjoints`` are
     dT/d(state 0), by values and with patterns; ``rounding`` is what the sum rounds with beside its
-    own terms."""
+    own terms. ``runs`` are those of all blocks where they fit, or they are made twice more."""
 
     runner: Runner
+    arithmetic: Callable[[], Live]
     states: States
+    runs: list[BlockRun]
     answers: tuple[int, ...]
     position: int
     leaf: bool
@@ -98,8 +104,12 @@ class Walk:
             for layer in range(view.n_layers):
                 mlp_spec(view, layer)  # refuses a mixture of experts by name
         runner = Runner.of(view, tokens)
-        arithmetic = Between if between else Frozen
-        states = runner.verified(tokens, arithmetic, position=at)
+        arithmetic = Between if between else partial(Frozen, follow=True)
+        # patterns and what becomes of them, and what heads write: the largest parts of a run
+        heads, (batch, length) = sum(block.n_heads for block in runner.blocks), tokens.shape
+        few = 16 * batch * length * heads * (length + view.d_model) <= KEPT_BYTES
+        kept = list[BlockRun]() if few else None
+        states = runner.verified(tokens, arithmetic, position=at, kept=kept, leaf=leaf)
         head, last = runner.head, states.streams[-1][:, [at]]
         signs = torch.tensor([1.0, -1.0], device=last.device).to(last)[: len(ids)]
         readout = head.W_U[:, list(ids)].to(last) @ signs
@@ -117,7 +127,8 @@ class Walk:
         parts = {name: part.to(last) for name, part in written.dense.items()}
         leaves = {n: difference(x)[0] if between else x[0] for n, x in parts.items()}
         first = written.constants.to(last)[0] * (not between)
-        return cls(runner, states, ids, at, leaf, between, direction, *own, leaves, first)
+        runs = (runner, arithmetic, states, kept or [])
+        return cls(*runs, ids, at, leaf, between, direction, *own, leaves, first)
 
     # ---- the walk
 
@@ -129,25 +140,21 @@ class Walk:
         """A gradient for the batch."""
         return torch.stack([adjoint, -adjoint]) if self.between else adjoint.unsqueeze(0)
 
-    def arithmetic(self) -> Live:
-        """The arithmetic of a block."""
-        return Between() if self.between else Frozen(follow=True)
-
     def walk(self) -> None:
         """From the last block to the first."""
         last = torch.zeros_like(self.states.streams[-1][0])
         last[self.position] = self.direction
         follow = (True,) if self.between else (False, True)
         adjoints = [self.both(last) for _ in follow]
-        for entered, run in self.runner.back(self.states.streams, self.arithmetic, leaf=self.leaf):
+        for block, entered in zip(reversed(self.runner.blocks), self.states.streams[-2::-1]):
+            kept = self.runs[block.number] if self.runs else None
+            run = kept or block.tracked(entered, self.arithmetic(), leaf=self.leaf)
             behind, grads = torch.stack([x[0] for x in adjoints]), []
             for i, patterns in enumerate(follow):
-                adjoints[i] = run.pull(entered, adjoints[i], patterns=patterns)
+                adjoints[i] = run.pull(adjoints[i], patterns=patterns)
                 grads.append(run.grads)
-            direct = torch.autograd.grad(run.heads.sum(0), run.attention.z, self.both(last))[0]
             with torch.no_grad():
-                layer = self._layer(run, grads, behind, direct[0, self.position])
-            self.layers.insert(0, layer)
+                self.layers.insert(0, self._layer(run, grads, behind))
         self.adjoints = [adjoint[0] for adjoint in adjoints]
 
     def _layer(
@@ -155,7 +162,6 @@ class Walk:
         run: BlockRun,
         grads: list[dict[str, Tensor]],
         behind: Float[Tensor, "way position d_model"],
-        direct: Float[Tensor, "head d_head"],
     ) -> Layer:
         heads, head_constants, mlp, mlp_constant = self.writes(run)
         of_heads = torch.stack([g["heads"][:, 0] for g in grads])
@@ -169,8 +175,18 @@ class Walk:
             mlp,
             head_constants,
             mlp_constant,
-            self._direct(run, direct),
+            self._direct(run),
         )
+
+    def attended(self, block: Block) -> tuple[Attended, Float[Tensor, "head query key"]]:
+        """Attention of a block as it was run, and dT/d(scores)."""
+        if self.runs:
+            run = self.runs[block.number]
+            return run.attention, run.grads["scores"][0]
+        with torch.enable_grad():
+            seen = block.attend(Apart(self.states.streams[block.number]), self.arithmetic())
+            cotangent = self.both(self.layers[block.number].z[-1])
+            return seen, torch.autograd.grad(seen.z, seen.scores, cotangent)[0][0]
 
     def writes(
         self, run: BlockRun
@@ -214,11 +230,14 @@ class Walk:
             entering = entering - block.layer.constant("v")
         return self.one(entering)
 
-    def _direct(
-        self, run: BlockRun, readout: Float[Tensor, "head d_head"]
-    ) -> Float[Tensor, "head source"]:
+    def _direct(self, run: BlockRun) -> Float[Tensor, "head source"]:
         """What each head wrote straight to the logit, by source."""
         seen, v = run.attention, self.written(run.block, run.attention, "v")
+        with torch.enable_grad():
+            z = seen.z[:, [self.position]].detach().requires_grad_()
+            heads = run.block.written(z, self.arithmetic()).sum(0)
+            last = self.both(self.direction.unsqueeze(0))
+            readout = torch.autograd.grad(heads, z, last)[0][0, 0]
         pattern = seen.pattern[:, :, self.position].detach()
         readout, towards = readout.double(), "j h e, h e -> h j"
         found = pattern.mean(0) * einsum(v.double(), readout, towards)

@@ -147,10 +147,10 @@ VIEWS = {
     "measure_curves": Shown(
         positional, lambda r: render.measure_curves(r, ("rank", "smoothness")), with_errors(1)
     ),
-    "learning_curve": Shown(
+    "measure_curves over contexts": Shown(
         lambda w: measures.learning_curve(w.basis), lambda r: render.measure_curves(r, "rank")
     ),
-    "context_curves": Shown(
+    "measure_curves of context": Shown(
         lambda w: tlg.contextual_report(w.basis, draws=2), render.measure_curves, with_errors(1)
     ),
     "noise_figure": Shown(flow, render.noise_figure, laws),
@@ -163,8 +163,8 @@ VIEWS = {
     ),
     "head_shares": Shown(lambda w: w.sweep, render.head_shares),
     "head_planes": Shown(planes, lambda p: render.head_planes(p, heads="L1H0"), by_group),
-    "bands": Shown(lambda w: planes(w).by_band(), render.heads),
-    "readout": Shown(lambda w: tlg.token_readout(w.model, matrix="OV"), render.heads),
+    "heads of bands": Shown(lambda w: planes(w).by_band(), render.heads),
+    "heads of a readout": Shown(lambda w: tlg.token_readout(w.model, matrix="OV"), render.heads),
     "sphere_paths": Shown(
         lambda w: sphere.token_paths(w.model, w.ids, w.basis), render.sphere_paths
     ),
@@ -315,7 +315,7 @@ ALONE = {
     "head_planes and offsets": Shown(
         lambda w: w.split, lambda s: render.head_planes(s.planes(), offset_profile(s))
     ),
-    "terms of a split": Shown(
+    "split of terms": Shown(
         lambda w: w.split,
         lambda s: render.split(s, "L1H2", context=1, panels="terms", centered=True),
     ),
@@ -324,7 +324,7 @@ ALONE = {
         lambda w: w.split.terms["pos", "cvec"][0], lambda x: render.attention_heads(x, LETTERS)
     ),
     "induction of a head": Shown(lambda w: w.graph, lambda g: render.induction(g, "L1H0")),
-    "edges of features": Shown(
+    "composition_figure of gain": Shown(
         lambda w: circuits.composition(w.model, w.prompts, draws=3, **QUIET),
         lambda t: render.composition_figure(t, share="gs", n=4),
     ),
@@ -338,7 +338,7 @@ PLOTLY = {"disturbs:warning filters": "plotly adds filters of warnings when it i
 SUBJECTS = tuple(
     Subject(
         name=f"view: {name}",
-        covers=(f"render.{name}",) if hasattr(render, name) else (),
+        covers=(f"render.{name.split()[0]}",),
         call=lambda w, shown=shown: shown(w),
         answers=said,
         only={"*": rotary} if "planes" in name else {},
