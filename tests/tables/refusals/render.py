@@ -93,6 +93,7 @@ GROUPS = (
             "below a file": (lambda s: VARIANCE(s).save(s.path("plain") / "a.html"), "."),
             "curves into one axes": (lambda s: CURVES(s, "rank", "smoothness"), "ax"),
             "curves of two kinds": (lambda s: UNITS(s, "edges", "nodes"), "results"),
+            "a head beyond": (lambda s: render.induction(s.w.graph, "L9H9"), "head"),
             "the view of prompts": (lambda s: PLOT(s.w.prompts), "result"),
             "the view of a path": (lambda s: PLOT(NOT_A_BASIS), "result"),
         },
