@@ -25,7 +25,8 @@ from tl_geometry.models.write_spec import writing_of
 from tl_geometry.models.writers import Written
 
 KEPT_BYTES = 2**29
-"""Most bytes of block runs that are kept for the walk back and the edges."""
+"""Most bytes that heads make in runs which are kept for the walk back and the edges; the rest of a
+run is at most about as much."""
 
 
 class Values(NamedTuple):
@@ -105,7 +106,7 @@ class Walk:
                 mlp_spec(view, layer)  # refuses a mixture of experts by name
         runner = Runner.of(view, tokens)
         arithmetic = Between if between else partial(Frozen, follow=True)
-        # patterns and what becomes of them, and what heads write: the largest parts of a run
+        # four arrays of scores and of writes, four bytes a number
         heads, (batch, length) = sum(block.n_heads for block in runner.blocks), tokens.shape
         few = 16 * batch * length * heads * (length + view.d_model) <= KEPT_BYTES
         kept = list[BlockRun]() if few else None
