@@ -27,11 +27,11 @@ def traced(model: Any, ids: Any = IDS[:1], target: Any = 5, **options: Any) -> A
     return tlg.trace_logit(model, ids, target, **options)
 
 
-def looked_at_inside(s: Scene) -> Any:
-    """Edge scores of a model that was looked at inside ``torch.inference_mode``."""
+def inferred(s: Scene, build: bool) -> Any:
+    """Edge scores of a model that was looked at inside ``torch.inference_mode``, or made there."""
     model = made("llama")
     with torch.inference_mode():
-        tlg.check_model(model)
+        tlg.check_model(model := made("llama") if build else model)
     return scored(model)
 
 
@@ -147,6 +147,7 @@ ROWS: tuple[Row, ...] = (
         for name, v in {"NaN": NAN, "infinity": float("inf")}.items()
     ),
     Row("27 a metric of numbers", lambda s: measured(s, 1.0)),
-    Row("27 edge scores after a look in inference mode", looked_at_inside),
+    Row("18 a model made in inference mode", lambda s: inferred(s, True), "gradients"),
+    Row("27 edge scores after a look in inference mode", lambda s: inferred(s, False)),
     Row("27 a file at home", saved_at_home, holds=lambda s, found: found),
 )
