@@ -7,6 +7,7 @@ import atexit
 import os
 import sys
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
 
@@ -37,6 +38,12 @@ def taken() -> set[str]:
     found = {f"tl_geometry/{file.split(PACKAGE)[-1]}::{name}" for file, name in _called}
     _called.clear()
     return found
+
+
+def add(names: Iterable[str]) -> None:
+    """Count as called here what another process has called, as :func:`taken` names it."""
+    pairs = (name.split("::", 1) for name in names)
+    _called.update((f"{os.sep}{file}", function) for file, function in pairs)
 
 
 def note_at_the_end() -> None:

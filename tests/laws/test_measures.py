@@ -190,6 +190,7 @@ def test_what_is_unusual_about_a_basis_is_said() -> None:
         "no compactness": of_context(bare, labels, rank=3, **QUICK),
         "at states [0]": of_context(basis_of(flat), labels[:12], **QUICK),
         "fewer than 32 contexts": of_context(basis_of(h[:, :31]), rank=3, nulls=False),
+        "10 contexts or 4 blocks": of_position(basis_of(h, groups=3), k=4, nulls=False),
         "fewer than 10 contexts": of_position(basis_of(h[:, :9]), k=4, nulls=False),
     }.items():
         assert word in flags_of(found)
@@ -231,6 +232,8 @@ def test_one_population_is_within_the_floors_and_noise_has_none() -> None:
     noise = [basis_of(gaussian(seed, 1, 64, 12, 10)) for seed in (1, 2)]
     found = compare(*noise, rank=2)
     assert math.isnan(numbers(found, "overlap_floor")[0])
+    halved = basis_of(states(64), groups=1), basis_of(states(64))  # the first has no halves
+    assert compare(*halved, rank=2).df["overlap_floor"].isna().all()
     assert any("not reliable in state 0" in flag for flag in found.provenance.flags)
 
 

@@ -179,7 +179,9 @@ def test_verdicts() -> None:
     for ours, theirs, near, said in judged:
         if said in ("agrees", "differs"):
             assert (said == "agrees") == (abs(ours - theirs) <= near)
-    assert set(verdicts) <= {"agrees", "differs", "not judged"}
+    assert set(verdicts) <= {"agrees", "differs", "not judged", "no published row"}
+    # of 13 states, and this model has three
+    assert {x[-1] for (table, _), x in cells.items() if table != "table 1"} == {"no published row"}
     assert {"published row GPT-2 OWT", "overlapping windows"} <= set(found.provenance.flags)
     assert (found.provenance.preset, found.provenance.seed) == ("reference", SEED)
     documents = [IDS[:40], IDS[50:90]]
@@ -425,6 +427,3 @@ def test_smollm2_is_its_file_and_the_reader_of_files_is_left_as_it_was() -> None
     tensor = next(each for each in reader.tensors if each.name == "token_embd.weight")
     found = torch.tensor(gguf.dequantize(tensor.data, tensor.tensor_type))
     assert torch.equal(model.W_E.detach(), found)
-    changed = found.clone()
-    changed[5, 7] += 1
-    assert not torch.equal(model.W_E.detach(), changed)

@@ -164,7 +164,7 @@ def test_a_report_is_unfinished_until_it_is_and_read_where_it_is_the_same(
     table = tmp_path / "overview.csv"
     facts = lambda: dict(pd.read_csv(table).to_numpy().tolist())
     assert (facts()["seed"], facts()["first token"]) == ("0", "BOS")
-    assert facts()["kept from the basis"].startswith("4 windows")
+    assert facts()["kept from the basis"].startswith("6 windows")
     changed = table.read_text().replace("BOS", "mine")
     for options, kept in (({}, True), ({"fresh": True}, False)):
         table.write_text(changed)
@@ -294,6 +294,9 @@ def test_what_a_question_asks_for_decides() -> None:
     below = Ask(**{**vars(ASK), "side": -1})
     assert answered(table, below).said == "0.1 of 1."
     assert answered(table.head(1), below).said == "No evidence."
+    both = table.assign(x=[0.3, 0.5])
+    assert answered(both).said == "0.5 of 1."
+    assert answered(both, Ask(**{**vars(ASK), "least": "row"})).said == "0.3 of 0."
     # a wide null, too few samples, no interval, a large p and no evidence each take it away
     assert not answered(table.assign(n_sd=0.2)).clear
     assert answered(table.assign(n_sd=0.001)).clear
@@ -334,10 +337,7 @@ def positions_in_an_order_of_each_window(model: Any) -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_position_drives_no_head_where_windows_do_not_agree_on_it(
-    made: Made,
-    model: Any,
-    windows: tlg.TokenWindows,
-    tmp_path: Path,
+    made: Made, model: Any, windows: tlg.TokenWindows, tmp_path: Path
 ) -> None:
     assert any("Position drives L0H0 most" in text for text in findings(made[0]))
     with positions_in_an_order_of_each_window(model):

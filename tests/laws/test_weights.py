@@ -266,7 +266,10 @@ def test_the_nulls_of_concentration_by_hand(matrix: str, end: int) -> None:
     reliable = fitted.anova().pos_reliability
     close(found["reliability"], reliable[[0, end]].min().expand(4))
     assert found.block.shape == (4, 4, 4)
-    assert found.provenance.flags == fitted.provenance.flags
+    assert ["raw activations" in flag for flag in found.provenance.flags] == [True]
+    groups = tlg.decompose_activations(states(1, position=1.5), groups=4)
+    four = tlg.weight_geometry(tiny("bridge", "gpt2"), groups, rank=3)
+    assert float(four["p"].min()) == 1 / 4  # four groups have three pairs of halves
     few = tlg.weight_geometry(tiny("bridge", "gpt2"), tlg.decompose_activations(h[:, :9]))
     assert few["p"].isnan().all()
     assert any("fewer than 10 contexts" in flag for flag in few.provenance.flags)

@@ -70,16 +70,7 @@ def test_pins_are_exact_and_carry_no_local_version(name: str) -> None:
 
 
 OURS = {"tl_geometry", "tests", "benchmarks"}
-
-
-DISTRIBUTION = {
-    "PIL": "pillow",
-    "mpl_toolkits": "matplotlib",
-    "sklearn": "scikit-learn",
-    "yaml": "pyyaml",
-}
-
-
+DISTRIBUTION = {"PIL": "pillow", "sklearn": "scikit-learn"}
 BY_NAME = {"import_module", "importorskip"}
 
 

@@ -99,7 +99,8 @@ def position(value: Any, length: int, what: str = "position") -> int:
 def several(values: Any) -> tuple[Any, ...]:
     """The values as a tuple; one value becomes a tuple of one."""
     # a tensor of one number is Iterable by its type, but counts as that number
-    one = not isinstance(values, Iterable) or getattr(values, "ndim", 1) == 0
+    one = isinstance(values, str) or not getattr(values, "ndim", 1)
+    one = one or not isinstance(values, Iterable)
     return (values,) if one else tuple(values)
 
 

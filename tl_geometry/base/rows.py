@@ -7,11 +7,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 
-def causal_mask(
-    queries: int, *, device: torch.device | str | None = None
-) -> Bool[Tensor, "query key"]:
+def causal_mask(queries: int) -> Bool[Tensor, "query key"]:
     """Keys up to and including the query's own position."""
-    return torch.ones(queries, queries, dtype=torch.bool, device=device).tril()
+    return torch.ones(queries, queries, dtype=torch.bool).tril()
 
 
 def row_center(

@@ -39,7 +39,7 @@ Device = Annotated[str, Option(help="cpu, cuda, cuda:1, mps.")]
 Dtype = Annotated[str, Option(help="float32, float64, bfloat16 or float16.")]
 Processed = Annotated[bool, Option("--processed", help="Fold and centre weights.")]
 Seed = Annotated[int, Option(help="Seed of every random choice.")]
-Folder = Annotated[Path, Option(help="Folder to write to.")]
+Out = Annotated[Path, Option(help="Where to write.", callback=Path.expanduser)]
 Force = Annotated[bool, Option("--force", help="Write where other files are.")]
 Quiet = Annotated[bool, Option("--quiet", help="Print results and errors only.")]
 Quick = Annotated[bool, Option("--quick", help="Fewer windows, and no trajectories.")]
@@ -89,7 +89,7 @@ def report(
     quick: Quick = False,
     sections: Sections = None,
     fresh: Fresh = False,
-    out: Folder = Path("tl-geometry-report"),
+    out: Out = Path("tl-geometry-report"),
     force: Force = False,
     quiet: Quiet = False,
 ) -> None:
@@ -137,7 +137,7 @@ def fit(
     shard: Shard = "1/1",
     batch_size: BatchSize = None,
     full: Full = False,
-    out: Annotated[Path, Option(help="File to write.")] = Path("basis.safetensors"),
+    out: Out = Path("basis.safetensors"),
     force: Force = False,
     quiet: Quiet = False,
 ) -> None:
@@ -188,7 +188,7 @@ def trace(
     device: Device = "cpu",
     dtype: Dtype = "float32",
     processed: Processed = False,
-    out: Folder = Path("tl-geometry-trace"),
+    out: Out = Path("tl-geometry-trace"),
     force: Force = False,
 ) -> None:
     """One logit back to the tokens, as a graph: which heads and MLPs wrote it, and why heads looked
@@ -236,7 +236,7 @@ def main() -> None:
     except (KeyboardInterrupt, typer.Abort):
         code = 130
     if code == 130:
-        raise SystemExit(_line("stopped; the same command goes on from what is finished", code))
+        raise SystemExit(_line("stopped; a report goes on from what is finished", code))
     raise SystemExit(code if isinstance(code, int) else 0)
 
 

@@ -21,6 +21,9 @@ from tl_geometry.base.checks import seeded
 from tl_geometry.decomposition.groups import jackknife_blocks
 from tl_geometry.decomposition.position_context import PositionContext
 
+TRIES = 8
+"""Random halves that are tried for each that is wanted, so that 19 of 35 pairs are found."""
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Subsets:
@@ -82,16 +85,19 @@ def noise_weights(basis: PositionContext, draws: int, seed: int) -> Float[Tensor
     mean over all.
 
     A basis made with these weights holds no positional effect, which cancels, only the noise that C
-    contexts leave. Empty without two groups.
+    contexts leave. No two draws are the same pair of halves, so that there are fewer where few
+    groups are (4 groups have 3 pairs of halves, 8 have 35); none without two groups.
     """
-    used = basis.group_counts.nonzero().flatten()
-    half = len(used) // 2
-    weights = torch.zeros(draws if half else 0, len(basis.group_counts), dtype=torch.float64)
-    generator = seeded(seed)
-    for row in weights:
-        order = used[torch.randperm(len(used), generator=generator)]
-        plus, minus = order[:half], order[half:]
-        row[plus] = 1.0
+    counts = basis.group_counts
+    used = counts.nonzero().flatten()
+    half, generator = len(used) // 2, seeded(seed)
+    tries = range(TRIES * draws if half else 0)
+    tried = [used[torch.randperm(len(used), generator=generator)].tolist() for _ in tries]
+    # halves that change places are the same pair
+    orders = {frozenset(map(frozenset, (order[:half], order[half:]))): order for order in tried}
+    weights = torch.zeros(min(draws, len(orders)), len(counts), dtype=torch.float64)
+    for row, order in zip(weights, orders.values(), strict=False):
+        row[order[:half]] = 1.0
         # both halves get the same total weight, so that what they have in common cancels
-        row[minus] = -basis.group_counts[plus].sum().double() / basis.group_counts[minus].sum()
+        row[order[half:]] = -counts[order[:half]].sum().double() / counts[order[half:]].sum()
     return weights

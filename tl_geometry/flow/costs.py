@@ -18,6 +18,7 @@ from tqdm.auto import tqdm
 
 from tl_geometry.base.checks import count, several
 from tl_geometry.base.errors import require
+from tl_geometry.base.intervals import paired_interval
 from tl_geometry.base.tables import Table
 from tl_geometry.corpus.sources import as_tokens
 from tl_geometry.corpus.token_windows import TokensLike
@@ -73,7 +74,8 @@ def truncation_kl(
     Returns a row per K:
 
     - ``kl``: KL(truncated | own) in nats, as published, mean over chunks; ``kl_se`` its standard
-      error; ``kl_reverse``: KL(own | truncated), the direction of :func:`tl_geometry.skip_costs`;
+      error (NaN below 10 chunks); ``kl_reverse``: KL(own | truncated), the direction of
+      :func:`tl_geometry.skip_costs`;
     - ``top1``: share of chunks whose most likely token agrees; ``top5``: mean number of tokens
       among the five most likely of both (0 to 5);
     - ``baseline_mean``, ``baseline_median``: KL between the model's own outputs on consecutive
@@ -123,13 +125,13 @@ def truncation_kl(
     few = too_few(len(ensemble), view.d_model, "directions")
     about = {
         "baseline_mean": float(apart.mean()),
-        "baseline_median": float(apart.median()),
+        "baseline_median": float(apart.quantile(0.5)),
         "held_out": fitted is not None and not shared,
         "fitted": len(ensemble),
         "claimed": not few,
     }
     kl, reverse, top1, top5 = found.mean(1)
-    error = found[0].std(0) / len(rows) ** 0.5
+    error = paired_interval(found[0]).error
     numbers = {"kl": kl, "kl_se": error, "kl_reverse": reverse, "top1": top1, "top5": top5}
     table = {"K": grid, **{name: x.tolist() for name, x in numbers.items()}, **about}
     flags = ["chunks of the directions not known"] if fitted is None else []
@@ -204,13 +206,13 @@ def skip_costs(
             skips of 1, 2 and 4 blocks, of each at most 6 with evenly spaced starts.
         batch_size: chunks whose keys and values are held at a time, by default 16.
 
-    Returns a row per map type and pair: ``map_type``, ``from_layer`` a, ``to_layer`` b,
-    ``skipped`` = b - a, then means over test chunks that compare the output after the last token
-    read: ``kl`` = KL(own | replaced) in nats (the direction of ``kl_reverse`` in
+    Returns a row per map type and pair: ``map_type``, ``from_layer`` a, ``to_layer`` b, ``skipped``
+    = b - a, then means over test chunks that compare the output after the last token read: ``kl`` =
+    KL(own | replaced) in nats (the direction of ``kl_reverse`` in
     :func:`tl_geometry.truncation_kl`, whose ``kl`` is the published KL(truncated | own)), ``kl_se``
-    its standard error over chunks, ``top1`` and ``top5`` the shares of most likely tokens that
-    agree, ``loss_increase`` in nats for the true next token; ``own_loss`` is the model's own loss,
-    ``train`` and ``test`` count chunks.
+    its standard error over chunks (NaN below 10), ``top1`` and ``top5`` the shares of most likely
+    tokens that agree, ``loss_increase`` in nats for the true next token; ``own_loss`` is the
+    model's own loss, ``train`` and ``test`` count chunks.
 
     Raises ``GeometryError`` where no test chunk is left that was not fitted on, and for encoders
     and models without a trained head.
@@ -255,7 +257,7 @@ def skip_costs(
     place = {job: i for i, job in enumerate(fitted)}
     costs = torch.cat(found)[:, [place[job] for job in jobs]]
     kl, top1, top5, increase, own = costs.mean(0).T.tolist()
-    error = (costs[..., 0].std(0) / len(rows) ** 0.5).tolist()
+    error = paired_interval(costs[..., 0]).error.tolist()
     kinds, starts, ends = zip(*((kind, a, b) for (a, b), kind in jobs), strict=True)
     table: dict[str, Any] = {"map_type": kinds, "from_layer": starts, "to_layer": ends}
     table["skipped"] = [b - a for (a, b), _ in jobs]
@@ -281,8 +283,8 @@ def _pairs(n_layers: int, pairs: Sequence[Pair] | str | None) -> list[Pair]:
             starts = torch.linspace(0, n_layers - skip, min(STARTS, n_layers - skip + 1)).round()
             chosen += [(int(a), int(a) + skip) for a in starts]
     else:
-        chosen = sorted(set(pairs))
-    valid = bool(chosen) and all(0 <= a < b <= n_layers for a, b in chosen)
+        chosen = sorted({several(pair) for pair in several(pairs)})
+    valid = bool(chosen) and all(len(p) == 2 and 0 <= p[0] < p[1] <= n_layers for p in chosen)
     require(valid, "pairs", expected=f"states 0 <= a < b <= {n_layers}", got=chosen)
     return sorted(chosen, key=lambda pair: (pair[1] - pair[0], pair))
 

@@ -105,8 +105,8 @@ def fit_noise_law(report: Table, *, law: str = "asymptotic", of: str = "log_vari
     choice(law, LAWS, "law")
     start, end, log_values = _pairs(report, of)
     n_pairs = len(log_values)
-    expected = "at least 3 with a finite variance"
-    require(n_pairs >= 3, "pairs of states", expected=expected, got=n_pairs, instead="more states")
+    expected, ends = "at least 3 pairs with a finite variance, of two end states", len(end.unique())
+    require(n_pairs >= 3 and ends > 1, "states", expected=expected, got=f"{n_pairs} of {ends}")
 
     def misfit(rate: float) -> float:
         # constant over pairs, and equal to ln alpha, if the law holds exactly
@@ -251,10 +251,12 @@ def layer_anomalies(
     all pairs with another target (least absolute deviations, so that one odd layer does not bend
     the fits of the others). The ``excess`` of b is the mean residual of its own pairs; ``z`` is its
     robust z-score among all targets, ``flagged`` where it exceeds ``limit``, so that with Gaussian
-    deviations 5% of runs flag any state (:func:`familywise_threshold`). NaN where too few pairs are
-    left for a fit. Run it for the last state before and after the final norm
-    (``flow_report(ensemble.after_norm(model))``): libraries return it after the norm, which is a
-    likely cause of the anomaly that Sarfati et al. 2025 report for the last layer of Mistral and
+    deviations of one size 5% of runs flag any state (:func:`familywise_threshold`). An excess is a
+    mean over as many pairs as there are states before it: where each pair deviates on its own,
+    early states deviate more than late ones and are flagged too often (in about 1 of 6 runs). NaN
+    where too few pairs are left for a fit. Run it for the last state before and after the final
+    norm (``flow_report(ensemble.after_norm(model))``): libraries return it after the norm, which is
+    a likely cause of the anomaly that Sarfati et al. 2025 report for the last layer of Mistral and
     Llama 3.2.
 
     Returns a row per measure and target state: ``measure, state, excess, z, limit, flagged``.

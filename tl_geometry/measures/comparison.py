@@ -38,8 +38,8 @@ def compare_bases(a: PositionContext, b: PositionContext, *, rank: int | None = 
     carries twice the noise variance of the difference of two whole bases of that size. Bases that
     agree at least as well as the floor may be equal but for sampling noise. Where the halves of
     either basis have a mean cosine below 0.5 there are no floors (NaN, and a flag names the
-    states): any two bases of pure noise would agree as well as such a floor. Halves are made of
-    whole blocks of 8 contexts, so that floors need 16 contexts.
+    states): any two bases of pure noise would agree as well as such a floor. Nor are there any
+    where one of the bases has a single group, as one saved without ``full=True`` has.
 
     Args:
         a: a basis.
@@ -71,11 +71,13 @@ def compare_bases(a: PositionContext, b: PositionContext, *, rank: int | None = 
     for state in states:
         i, j = a.index(state), b.index(state)
         P, Q = a.pos[i], b.pos[j]
-        n = checks.count(_rank(P) if rank is None else rank, "rank", most=min(P.shape))
+        # T centred rows have at most T - 1 directions
+        most = max(1, min(len(P) - 1, P.shape[1]))
+        n = checks.count(_rank(P) if rank is None else rank, "rank", most=most)
         row = _agreement(P, Q, n) | {"overlap_random": torch.tensor(n / P.shape[1]).double()}
         pairs = zip(halves, (i, j), strict=True)
         within = [_agreement(h[0][k], h[1][k], n) for h, k in pairs if h is not None]
-        known = within and not (noisy[0][i] or noisy[1][j])
+        known = len(within) == 2 and not (noisy[0][i] or noisy[1][j])
         for name, worst in WORST.items():
             floor = worst(x[name] for x in within) if known else P.new_tensor(torch.nan)
             row[f"{name}_floor"] = floor

@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tl_geometry.base.checks import describe, finite
+from tl_geometry.base.checks import count, describe, finite
 from tl_geometry.base.errors import require
 from tl_geometry.base.linalg import dct_matrix, normalize_rows, ratio
 
@@ -175,7 +175,7 @@ def smoothness(
     >>> round(float(smoothness(torch.cos(torch.pi * t)[:, None].double())), 2)
     9.87
     """
-    require(m >= 0, "m", expected="0 or more differences", got=m)
+    m = count(m, "m", 0)
     largest = torch.linalg.vector_norm(pos, dim=-1).amax(-1)
     # [P; J P]: repeated periodically, these rows have no jump at the ends
     rows = torch.cat([pos, pos.flip(-2)], dim=-2)

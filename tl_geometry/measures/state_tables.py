@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tl_geometry.base.intervals import LeftOut, jackknife_interval
+from tl_geometry.base.intervals import FEWEST_GROUPS, LeftOut, jackknife_interval
 from tl_geometry.base.tables import Table
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.decomposition.resampling import Subsets
@@ -53,13 +53,13 @@ def report_table(
     ``_sd``.
 
     Errors are delete-one jackknife standard errors over ``blocks`` of contexts, NaN below ``least``
-    contexts: a 95% interval for the mean of the measure over corpora of this size is the measure
-    ``+- t_(blocks - 1)`` errors (2.36 errors for eight blocks). ``_sd`` is the spread over draws: a
-    basis without the effect differs from the mean by about that much. None for ``noise``, as random
-    halves vary as the corpus does, which the errors show.
+    contexts or 4 blocks: a 95% interval for the mean of the measure over corpora of this size is
+    the measure ``+- t_(blocks - 1)`` errors (2.36 errors for eight blocks). ``_sd`` is the spread
+    over draws: a basis without the effect differs from the mean by about that much. None for
+    ``noise``, as random halves vary as the corpus does, which the errors show.
     """
     columns: Values = {"state": torch.tensor(basis.states)}
-    few = basis.contexts < least
+    few = basis.contexts < least or sets.blocks < FEWEST_GROUPS
     sizes = (~sets.member[sets.jackknife] * basis.group_counts).sum(1).double()
     for name in per_state[0][0]:
         value = torch.stack([values[name] for values, _ in per_state], dim=1)  # [sample state]
@@ -75,5 +75,5 @@ def report_table(
     for name, number in (("blocks", sets.blocks), ("draws", draws)):
         columns[name] = torch.full_like(columns["state"], number)
     if sets.blocks and few:
-        flags = (*flags, f"fewer than {least} contexts: no errors")
+        flags = (*flags, f"fewer than {least} contexts or {FEWEST_GROUPS} blocks: no errors")
     return table_of(basis, columns, flags, chance, seed=seed)

@@ -90,7 +90,8 @@ def sarfati(
     n = None if n is None else checks.count(n, "n")
     view = tlg.view(model)
     runs = numbers()["trajectories"]
-    name = published_as or next((m for m in runs if m.lower() in view.name.lower()), view.name)
+    own = next((m for m in runs if m.lower() in view.name.lower()), view.name)
+    name = own if published_as is None else checks.choice(published_as, tuple(runs), "published_as")
     published_chunks, post_norm = runs.get(name, (None, False))
     chunks = pseudo_sentences(view, text, length, prepend_bos=prepend_bos)
     chunks, flags = chunks[: published_chunks if n is None else n], []

@@ -286,9 +286,10 @@ def _cells(
         # the published standard deviation divides by the number of states
         yield "table 1", f"{measure} sd", sd, deviation, nan, said
     for table, measure in BY_STATE.items():
-        # NaN for states of this model beyond those of the published row
-        published = [*map(float, printed[table].get(row, [])), *[nan] * len(states)]
-        for state, ours, theirs in zip(states, measured[measure].tolist(), published, strict=False):
+        # of a row for all states of the published model, none for some states or another depth
+        published = [float(x) for x in printed[table].get(row, [])]
+        published = published if len(published) == len(states) else [nan] * len(states)
+        for state, ours, theirs in zip(states, measured[measure].tolist(), published, strict=True):
             near = _tolerance(measure, theirs)
             said = verdict(ours, theirs, near, same)
             yield table.replace("_", " "), f"state {state}", ours, theirs, near, said

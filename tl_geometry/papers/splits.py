@@ -61,7 +61,7 @@ def published_split(
     basis.require_raw("published_split")
     least = f"a basis of at least {length} positions"
     require(length <= basis.length, "basis", expected=least, got=basis.length)
-    hook, row = view.state_hooks[layer], basis.index(layer)
+    row, hook = basis.index(layer), view.state_hooks[layer]
     h = view.activations(tokens, [hook])[hook].float()
     mean = basis.mean[row].to(h)
     pos = torch.stack([basis.pos_at(t)[row] for t in range(length)]).to(h).expand_as(h)

@@ -79,7 +79,7 @@ def theorem1(pos: Float[Tensor, "position d_model"], k: int, m: int) -> LowFrequ
     Args:
         pos: centred basis ``[T d_model]``.
         k: frequencies, 1 to T.
-        m: differences, at least 1.
+        m: differences, from 1 to 32 (beyond, float64 overflows).
 
     Returns both sides, B ``[k rank]`` and F ``[T k]``. ``lhs_paper`` is a lower bound of the left
     side with the printed vectors, for any B. ``lhs`` is zero at k = T and need not fall
@@ -92,7 +92,7 @@ def theorem1(pos: Float[Tensor, "position d_model"], k: int, m: int) -> LowFrequ
     (0.0, True)
     """
     positions = pos.shape[0]
-    k, m = checks.count(k, "k", most=positions), checks.count(m, "m")
+    k, m = checks.count(k, "k", most=positions), checks.count(m, "m", most=32)
     pos = pos.double()
     offset = float(torch.linalg.vector_norm(pos.mean(0))) * math.sqrt(positions)
     scale = float(torch.linalg.vector_norm(pos))
@@ -105,7 +105,7 @@ def theorem1(pos: Float[Tensor, "position d_model"], k: int, m: int) -> LowFrequ
     # B only enters as B B^T = T^-2 W F^T G F W: singular vectors times values are one such B
     factor = svd(weight * (F.T @ pos) / positions)
     # X / (2T)^m with Delta^(m,m) G~ = X X^T: differences of the rows alone, as the stencil in two
-    # dimensions multiplies rounding by (4 T^2)^m. Halved at each step, large m does not overflow
+    # dimensions multiplies rounding by (4 T^2)^m. Halved at each step, it does not overflow
     halved = torch.cat([pos, pos.flip(0)])
     for _ in range(m):
         halved = (halved - halved.roll(1, dims=0)) / 2

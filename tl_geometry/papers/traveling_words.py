@@ -55,7 +55,7 @@ def molina(
     """
     view = tlg.view(model)
     published = view.name.split("/")[-1] == GPT2 and (view.n_layers, view.n_heads) == (12, HEADS)
-    verdict = "published settings; the sources print no values"
+    verdict = "the published model; the sources print no values"
     if not published:
         verdict = "needs GPT-2's weights: the published examples are its own"
     probed = {"layers": LAYERS if published else None, "biases": False, "k": k}

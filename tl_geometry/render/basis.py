@@ -37,6 +37,7 @@ NULLS = {
 UNITS = {
     **dict.fromkeys(("rank", "stable_rank"), "directions"),
     **dict.fromkeys(("relative_norm", "smoothness", "fracture", "roughness"), "ratio"),
+    **dict.fromkeys(("compactness_cvec", "compactness_raw"), "ratio"),
     **dict.fromkeys(("incoherence_avg", "incoherence_max", "intra", "inter"), "|cos|"),
     "low_frequency": "share of energy",
     "split_half": "cosine",
@@ -95,7 +96,8 @@ def variance_shares(
         table,
         title=f"Position goes {_change(first['pos'])} of the variance, context "
         f"{_change(first['ctx'])}",
-        caption="Shares of the variance of each state (0: the embedding), which add up to one.",
+        caption="Shares of the variance of each state (0: the embedding), which add up to one. "
+        "Position and context hold sampling noise, which the columns '_corrected' take away.",
         null="Dashed: windows spliced from random places, which have no common context."
         if "ctx_null" in first
         else "No null is drawn: anova(null=) takes the basis of spliced windows.",
@@ -218,7 +220,8 @@ def gram(
         figure,
         basis,
         title=f"Which positions and contexts of state {state} point the same way?",
-        caption="Each cell is the cosine of two vectors; contexts are ordered by document.",
+        caption="Each cell is the cosine of two vectors; contexts, of which at most "
+        f"{CONTEXTS} are drawn, are ordered by document where that is known.",
         null=f"Random directions of as many dimensions have a cosine of 0 ± {chance:.2f}.",
     )
 

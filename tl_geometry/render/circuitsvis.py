@@ -125,9 +125,10 @@ def induction(graph: LogitGraph, head: Head | None = None) -> Page:
     written = [html.escape(html.token_text(text)) for text in texts]
     name, token = head_name(pair), html.token_text(str(best["token"]))
     return Page(
-        title=f"{name} wrote {html.signed(best['value'], '+.2f')} of the logit from “{token}” at "
+        title=f"{name} wrote {html.signed(best['value'], '+.2f')} of T from “{token}” at "
         f"{int(best['position'])}",
-        caption=f"Each token has the colour of what {name} wrote from it towards the logit: "
+        caption=f"Each token has the colour of what {name} wrote from it towards T, the traced "
+        f"logit or difference: "
         f"{html.signed(sum(values), '+.3g')} in all. Hover for the number.",
         parts=[_part("ColoredTokens", top, True, tokens=written, values=values)],
         begin={},

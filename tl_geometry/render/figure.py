@@ -266,7 +266,8 @@ def whole_ticks(values: Sequence[int], most: int = 12) -> list[int]:
     [0, 5, 10, 15, 20, 25, 30]
     """
     step = next((s for s in (1, 2, 5, 10, 20, 50) if (values[-1] - values[0]) / s < most), 100)
-    return [v for v in values if v % step == 0]
+    ticks = [v for v in values if v % step == 0]
+    return ticks if len(ticks) > 1 else some(values, most)
 
 
 def drawable(text: str, longest: int = LONGEST) -> str:

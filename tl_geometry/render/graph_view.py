@@ -4,8 +4,9 @@ trace`` show them.
 
 The text stands above, each token in the colour of what came from it. Below, the graph has tokens
 along x, and blocks from the embeddings at the bottom to the logit at the top; each writer has a
-mark at its position, each value edge a line. A click lists the edges of a node; the last line of a
-list is what it leaves out, so that every list sums to its node.
+mark at its position, each value edge a line. A click lists the edges of a node; the last line of
+the list of what a node read is what it leaves out, so that it sums to the node (between two
+prompts with queries and keys, in a graph of one prompt by values alone).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import pandas as pd
 
+from tl_geometry.base.errors import require
 from tl_geometry.base.html import signed, token_text
 from tl_geometry.base.results import Result
 from tl_geometry.circuits.logit_graph import LogitGraph
@@ -138,6 +140,8 @@ def token_attribution(table: Result | pd.DataFrame, *, title: str = "") -> Page:
     """
     rows: Any = draw.frame(table, "token", "value")
     placed = rows if "position" not in rows else rows[rows["position"] >= 0]
+    known, expected = int(placed["value"].count()), f"numbers of {len(placed)} tokens"
+    require(known == len(placed) > 0, "table", expected=expected, got=known)
     rest, total = rows["value"].sum() - placed["value"].sum(), rows["value"].sum()
     constants = f" and the constants ({signed(rest, '+.3g')})" if len(placed) < len(rows) else ""
     return Page(

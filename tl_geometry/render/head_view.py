@@ -43,7 +43,7 @@ def heads(sweep: Result | pd.DataFrame, value: str | None = None, *, title: str 
         sweep: from :func:`tl_geometry.sweep_heads`, or any table with one row per layer and head,
             such as weight geometry.
         value: column shown first, by default the share of position. Full colour is the largest
-            absolute value of a column (1 for shares); heads that the table lacks are blank.
+            absolute value of a column (at most 1 for shares); heads that the table lacks are blank.
         title: title of the page.
 
     >>> import tl_geometry as tlg
@@ -139,7 +139,7 @@ def head_shares(sweep: SweepTable, *, share: str = "cs") -> draw.View:
     said = what[choice(share, tuple(what), "share")]
     columns = {group: f"{share}_{group}" for group in GROUPS}
     table = draw.frame(sweep, "layer", "head", *columns.values())
-    leading = table[[*columns.values()]].fillna(0.0).to_numpy().argmax(1)
+    leading = table[[*columns.values()]].dropna().to_numpy().argmax(1)
     counts = [f"{group} in {(leading == i).sum()}" for i, group in enumerate(GROUPS)]
     caption = f"Each bar is a head: what holds the {said}, terms without content (position), with "
     caption += "content alone, beside a constant (token) and beside position (mixed)."
@@ -230,7 +230,9 @@ def head_planes(
     caption = "Each bar is the share of a plane in the covariance of scores (none: not rotated)."
     if profile is not None:
         axes[-1].set_xlabel("offset, query minus key (tokens)")
-        caption += f" The curve is the mean of {profile.term} at each offset, with its 95% "
+        caption += (
+            f" The curve is the mean of {profile.term} by offset below {REACH}, with its 95% "
+        )
         caption += "interval over prompts (none below 10)."
     draw.legend(figure, axes[:columns])
     return draw.view(

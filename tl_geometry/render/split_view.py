@@ -8,7 +8,7 @@ panel is a map of queries and keys; the bars of a cell say which group it is mad
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
@@ -104,11 +104,14 @@ def split(
         together=True,
     )
     named = ", ".join(labels) if len(rows) <= 4 else f"{len(rows)} heads"
-    groups = [(group, i) for i, name in enumerate(chosen) if (group := _group(name))]
+    # shares are those of the whole score, not of some of its terms
+    covers = sorted(term for some in chosen.values() for term in some) == sorted(split.terms)
+    groups = [(_group(name), i) for i, name in enumerate(chosen)]
+    groups = groups if covers and all(group for group, _ in groups) else []
     query, key, pattern = length - 1, int(np.nan_to_num(values[0, -1, -1]).argmax()), len(names) - 1
     return Page(
         title=title or f"What are the attention scores of {named} made of?",
-        caption=_caption(split, chosen, limit, centered=centered),
+        caption=_caption(split, chosen, limit, centered=centered, covers=covers),
         parts=[
             grid,
             parts.bars("What it is made of", range(pattern), groups=groups, numbers=[pattern]),
@@ -182,12 +185,12 @@ def panel_values(
 
 
 def _caption(
-    split: ScoreSplit, panels: dict[str, list[Term]], limit: float, *, centered: bool
+    split: ScoreSplit, panels: Collection[str], limit: float, *, centered: bool, covers: bool
 ) -> str:
     what = "Scores without the mean of their row" if centered else "Scores"
     said = f"{what}: red raises attention, blue lowers it; full colour is {limit:.3g}, and 1 in "
     said += "the pattern."
-    if {term for terms in panels.values() for term in terms} == set(split.terms):
+    if covers:
         said += " The panels add up to the total."
     if CONSTANTS in panels:
         said += " Tables count the constants as position."

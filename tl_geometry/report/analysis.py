@@ -85,7 +85,7 @@ class Analysis:
     @property
     def held_out(self) -> int:
         """Windows that the basis has not seen."""
-        return min(SWEPT, len(self.windows) // 3)
+        return min(SWEPT, len(self.windows) // 2)
 
     @property
     def fitted(self) -> TokenWindows:

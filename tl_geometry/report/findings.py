@@ -1,7 +1,8 @@
 """What does a table say, and does it exclude what chance gives? An :class:`Ask` answers by one
 rule, and numbers are written as a reader reads them.
 
-1. It takes the row where the number is furthest beyond its nulls.
+1. It takes the row where the number is furthest beyond its nulls, or of the clear rows one that is
+   least in another way, such as the fewest directions.
 2. It asks whether the 95% interval there excludes every null. The interval is Student's, and it is
    widened by Bonferroni's rule, because one row of many was chosen, and by the error of the null.
 3. If it does not, the sentence says "no evidence that".
@@ -83,6 +84,7 @@ class Ask:
       (rows looked at) and ``more``.
     - ``p``: a column of p-values, corrected for all rows, which then decides.
     - ``evidence``: a column; only rows where it is :data:`RELIABLE` can be clear.
+    - ``least``: a column; of the clear rows that with the smallest number there is taken.
 
     The table holds ``x_low`` and ``x_high``, or ``x_se``, of the value x, and ``x_samples`` or
     ``samples``, the number that its interval rests on; a null has ``_low`` or ``_sd`` (of
@@ -104,6 +106,7 @@ class Ask:
     side: int = 1
     p: str = ""
     evidence: str = ""
+    least: str = ""
 
     def answer(self, table: pd.DataFrame, item: str = "") -> Finding | None:
         """The finding; ``None`` where the table lacks a column, or every number."""
@@ -115,8 +118,10 @@ class Ask:
         proven = [row for row in rows if not self.evidence or float(row[self.evidence]) >= RELIABLE]
         if not rows:
             return None
-        row = max(proven or rows, key=self._gap)
-        clear = bool(proven) and self._clear(row, len(rows))
+        clear_rows = [row for row in proven if self._clear(row, len(rows))]
+        far = max(proven or rows, key=self._gap)
+        row = min(clear_rows, key=lambda r: r[self.least]) if self.least and clear_rows else far
+        clear = row in clear_rows
         low, high = self._ends(row)
         more = "more" if all(row[self.value] > null for null in self._nulls(row)) else "less"
         fields = {**row, "low": low, "high": high, "among": len(rows), "more": more}

@@ -70,8 +70,8 @@ def cell(row: Any, name: str) -> str:
     """
     keys = (name, *(f"{name}_{end}" for end in ("low", "high", "se")))
     values = [row.get(key) for key in keys]
-    # below a ten-thousandth digits are noise in a column of shares
-    rounded = [round(value, 4) + 0.0 if isinstance(value, float) else value for value in values]
+    # what is smaller is rounding
+    rounded = [round(value, 12) + 0.0 if isinstance(value, float) else value for value in values]
     value, low, high, error = (number(value) for value in rounded)
     if "–" not in (low, high):
         return f"{value} [{low}, {high}]"

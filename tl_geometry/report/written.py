@@ -19,7 +19,7 @@ import pandas as pd
 
 from tl_geometry import __version__
 from tl_geometry.base.errors import GeometryError, require
-from tl_geometry.base.files import write_bytes
+from tl_geometry.base.files import as_path, write_bytes
 from tl_geometry.corpus.token_windows import TokenWindows
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.report import folder
@@ -45,7 +45,7 @@ def build(
     """The whole analysis of a model on a corpus, as a page with its tables.
 
     Args:
-        windows: from :func:`tl_geometry.windows`. A third of them, at most 32, are kept from the
+        windows: from :func:`tl_geometry.windows`. Half of them, at most 32, are kept from the
             basis, for the sweep over all heads.
         out: folder to write ``report.html``, a CSV for each table and ``report.json`` to.
         quick: leave out the slow sections.
@@ -69,7 +69,7 @@ def build(
     {}
     """
     usual = [s.key for s in SECTIONS if not (quick and s.slow)]
-    out, names = Path(out), usual if sections is None else sections
+    out, names = as_path(out), usual if sections is None else sections
     folder.check_sections(names)
     chosen = [s for s in SECTIONS if s.key in names]
     check_folder(out, force=force)

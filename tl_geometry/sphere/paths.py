@@ -260,7 +260,7 @@ def token_paths(
     batch_size: int | None = None,
 ) -> TokenPaths:
     """Where each token travels on the sphere of the norm, layer by layer, and how near it comes to
-    the token that follows it (its rank at every state is the logit lens).
+    the token that follows it: the rank of its angle among all tokens.
 
     States are compared by their angles, after centring where the model's norm centres, so that the
     norm's scale drops out. The next token's direction is its unembedding row (final gain folded
@@ -307,7 +307,8 @@ def token_paths(
         found["coordinates"] = (points - mean.to(points)) @ axes.to(points)
         parts.append({name: value.cpu() for name, value in found.items()})
     joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    flags = [] if view.head_trained else [NO_HEAD]
+    flags = [] if basis is None else [*basis.remarks(view)]
+    flags += [] if view.head_trained else [NO_HEAD]
     flags += [NO_UPDATES] if bool(joined["radial"].isnan().all()) else []
     texts = (view.decode(row.tolist()) for row in windows.tokens)
     return TokenPaths(

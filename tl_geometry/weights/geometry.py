@@ -77,14 +77,15 @@ class WeightGeometry(Guarded, Table):
     :func:`tl_geometry.weights.bilinear.structure`. ``null`` is the exact expectation of
     ``concentration`` for a uniformly random subspace and ``lift`` the ratio of the two.
     ``noise_null`` and ``noise_high`` are its mean and maximum over subspaces estimated in the same
-    way with positions destroyed (the noise null above), ``excess`` its ratio to
-    that mean: above 1 where a head reads (or writes) position itself. ``p`` is the larger of the
-    p-values against these and against drawn random subspaces, corrected for the choice among heads
-    (:func:`familywise_p`); NaN below 10 contexts or 4 groups, and at
-    least 1 / 20 with the default draws. ``reliability`` is the split-half cosine of the positional
-    vectors, the lower of the two states for W_OV: below 0.5 the subspace is mostly noise. ``r2_*``
-    are shares of ``|W|^2``, ``null_r2`` the expectation of ``r2_low_rank``; ``singular`` is
-    defined in :class:`tl_geometry.weights.low_rank_diagonal.LowRankDiagonal`.
+    way with positions destroyed (the noise null above), ``excess`` its ratio to that mean: above 1
+    where a head reads (or writes) position itself. ``p`` is the larger of the p-values against
+    these and against drawn random subspaces, corrected for the choice among heads
+    (:func:`familywise_p`); NaN below 10 contexts or 4 groups, and at least 1 / 20 with the default
+    draws (1 / 4 with 4 groups, 1 / 11 with 5 or 6: no halves are drawn twice). ``reliability`` is
+    the split-half cosine of the positional vectors, the lower of the two states for W_OV: below 0.5
+    the subspace is mostly noise. ``r2_*`` are shares of ``|W|^2``, ``null_r2`` the expectation of
+    ``r2_low_rank``; ``singular`` is defined in
+    :class:`tl_geometry.weights.low_rank_diagonal.LowRankDiagonal`.
     """
 
     matrix: str
@@ -170,7 +171,7 @@ def weight_geometry(
     numbers = zip(*(columns[name].tolist() for name in NUMBERS), strict=True)
     of_basis = ("corpus", "token_hash", "has_bos", "window", "contexts", "normalized")
     about: dict[str, Any] = {name: getattr(basis.provenance, name) for name in of_basis}
-    about |= {"seed": seed, "flags": (*flags, *basis.flags())}
+    about |= {"seed": seed, "flags": (*flags, *basis.remarks(view))}
     return WeightGeometry(
         provenance=view.provenance(sources=("song2023",), **about),
         names=("layer", "head", *NUMBERS),

@@ -165,7 +165,7 @@ def bias_readout(
     loaded; ``value`` may: weight processing can have moved b_V into b_O.
 
     Returns a row per head and bias: the ``length`` of the direction, and the ``k`` tokens at each
-    end of it (``top``, ``bottom``).
+    end of it (``top``, ``bottom``; none for a bias of zeros).
     Raises ``UnsupportedModelError`` for models that normalise queries and keys, or what attention
     writes: no bias is then a direction.
 
@@ -179,8 +179,6 @@ def bias_readout(
     _require_plain_heads(view, read_layers, "bias_readout")
     rows = embeddings(view)
     writes = output_rows(view)
-    # the mean row shifts the logits of all tokens alike, to which softmax is invariant
-    writes = writes - writes.mean(0)
     cells: list[tuple[Any, ...]] = []
     for layer in read_layers:
         chosen = [h for l, h in pairs if l == layer]
@@ -191,7 +189,8 @@ def bias_readout(
             lengths = torch.linalg.vector_norm(vectors[chosen], dim=-1).tolist()
             found = extremes(vectors[chosen], tokens, k).ids
             for h, length, ends in zip(chosen, lengths, found, strict=True):
-                cells.append((layer, h, name, length, *said(view, ends), *_listed(ends)))
+                shown = (*said(view, ends), *_listed(ends)) if length else ("",) * 4
+                cells.append((layer, h, name, length, *shown))
     untrained = "output head not trained: values are read in the embedding"
     return Table(
         provenance=view.provenance(sources=SOURCE, flags=() if view.head_trained else (untrained,)),

@@ -4,7 +4,6 @@ corpus. ``benchmarks/training/embedded.py`` trained it."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +15,6 @@ NAME = "tl-geometry-embedded"
 """The embedded model's name in results."""
 SEED = 0
 """Under which its first weights were drawn: those of the untrained control."""
-
-
-def card() -> dict[str, Any]:
-    """The model card: data, mixture, steps, losses, head scores, hashes.
-
-    >>> card()["steps"]
-    3600
-    """
-    return json.loads((directory() / "card.json").read_text(encoding="utf-8"))
 
 
 def directory() -> Path:

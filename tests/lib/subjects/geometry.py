@@ -160,8 +160,6 @@ WEIGHTS = (
         gauge={"*": GAUGE},
     ),
 )
-
-
 NULLS = ("shuffled", "noise", "isotropic", "random", "flipped", "exchanged")
 
 

@@ -24,8 +24,6 @@ from tests.tables.refusals.tables import ROWS
 SECONDS = 10.0 if probes.NOTES in os.environ else 1.0
 """Most processor time of a call: what takes longer hangs, or does something for nothing. Under the
 trace of ``tests.mutate`` all takes longer."""
-
-
 FREE = "warning filters"
 """What libraries change when they are imported at a first call."""
 
@@ -88,15 +86,19 @@ def outcome(row: Row, folder: Path, traces: Traces) -> dict[str, Any]:
 
 
 def main() -> None:
-    """All calls, in the order of the tables."""
-    found = {}
+    """The calls whose names stand in the input, in the order of the tables. Under the trace of
+    ``tests.mutate`` each says what it called."""
+    wanted, found = set(json.load(sys.stdin)), {}
     with tempfile.TemporaryDirectory() as folder:
         scene = Scene(Path(folder))
         traces = Traces(scene)
         ROWS[0].call(scene)  # what is imported at the first call takes no time of a row
-    for row in ROWS:
+    of_all = probes.taken()
+    for row in (row for row in ROWS if row.name in wanted):
         with tempfile.TemporaryDirectory() as folder:
             found[row.name] = outcome(row, Path(folder), traces)
+        found[row.name]["called"] = sorted(probes.taken())
+    probes.add(of_all)
     json.dump(found, sys.stdout)
 
 

@@ -153,7 +153,7 @@ GROUPS = (
         "measures and bases",
         right={
             "fewer states": lambda s: against(s, s.w.basis, other(s, states=[2, 1])),
-            "all directions": lambda s: against(s, s.w.basis, other(s), 19),
+            "all directions": lambda s: against(s, s.w.basis, other(s), 18),
             "a curve of context": lambda s: curve(s.w.basis, "context"),
             "as they are": lambda s: measures.smoothness(noise(6, 3), 0),
             "eight values": lambda s: measures.screenot(noise(8).abs(), (9, 8), k=3),
@@ -168,7 +168,7 @@ GROUPS = (
             "windows": (lambda s: against(s, s.w.basis, other(s, window=(2, 20))), "^b$"),
             "one normalised": (lambda s: against(s, s.w.basis, s.w.normalized_basis), "^b$"),
             "states": (lambda s: against(s, other(s, states=[0]), other(s, states=[1])), "states"),
-            "more directions": (lambda s: against(s, s.w.basis, other(s), 20), "^rank$"),
+            "more directions": (lambda s: against(s, s.w.basis, other(s), 19), "^rank$"),
             "a path beside": (lambda s: against(s, s.w.basis, NOT_A_BASIS), "basis"),
             "a curve of both": (lambda s: curve(s.w.basis, "both"), "^of$"),
             "a curve of a table": (lambda s: curve(s.w.basis.anova()), "basis"),

@@ -24,8 +24,6 @@ def _with(
 
 
 FIT = ("fit", "--corpus", "a.txt")
-
-
 COMMANDS = (
     _with("an unknown command", ("fitt",), "fitt"),
     _with("an unknown option", fit("--nothing"), "nothing"),

@@ -67,10 +67,7 @@ OPTIONS: dict[str, tuple[Callable[[Scene], Callable[..., Any]], str]] = {
         lambda s: partial(tlg.positional_report, s.w.basis, draws=1),
         "k frequencies draws seed",
     ),
-    "compare_bases": (
-        lambda s: partial(tlg.measures.compare_bases, s.w.basis, s.w.basis),
-        "rank",
-    ),
+    "compare_bases": (lambda s: partial(tlg.measures.compare_bases, s.w.basis, s.w.basis), "rank"),
     "sweep_heads": (
         lambda s: partial(tlg.sweep_heads, s.model, s.ids, s.w.basis, layers=0, **QUIET),
         "seed batch_size",

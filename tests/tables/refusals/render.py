@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import pandas as pd
 from matplotlib.figure import Figure
 
 import tl_geometry as tlg
@@ -35,6 +36,7 @@ CURVES: Any = lambda s, *names: render.measure_curves(
 UNITS: Any = lambda s, *units: render.faithfulness_curve(
     {unit: dataclasses.replace(faithful(s.w), unit=unit) for unit in units}
 )
+TEXT: Any = lambda s, x: render.token_attribution(pd.DataFrame({"token": ["a"], "value": [x]}))
 RIGHT = {"split": "a split"} | dict.fromkeys(("spirals", "fourier", "variance_shares"), "a basis")
 
 
@@ -75,20 +77,19 @@ GROUPS = (
             "the view of a sweep": lambda s: render.plot(s.w.sweep),
             "a curve into axes": lambda s: CURVES(s, "rank"),
             "curves of edges": lambda s: UNITS(s, "edges"),
+            "tokens with numbers": lambda s: TEXT(s, 1.0),
             "PNG": lambda s: VARIANCE(s).save(s.folder / "a.png"),
         },
         wrong={
             "a context beyond": (lambda s: render.split(s.w.split, context=99), "context"),
             "heads that it lacks": (lambda s: render.split(s.w.split, heads="L0H0"), "heads"),
-            "panels of no name": (
-                lambda s: render.split(s.w.split, panels=["x"]),
-                "terms|panels|heads",
-            ),
+            "panels of no name": (lambda s: render.split(s.w.split, panels=["x"]), "panels"),
             "fewer tokens": (lambda s: render.split(s.w.split, tokens=["a"]), "tokens"),
             "no column": (lambda s: render.heads(s.w.sweep, "nothing"), "value"),
             "a label": (lambda s: render.heads(s.w.sweep, "head"), "value"),
             "a state beyond": (lambda s: render.gram(s.w.basis, 99), "state"),
             "shares of no name": (lambda s: render.head_shares(s.w.sweep, share="x"), "share"),
+            "tokens without numbers": (lambda s: TEXT(s, float("nan")), "table"),
             "a file of no kind": (lambda s: VARIANCE(s).save(s.folder / "a.docx"), "path"),
             "below a file": (lambda s: VARIANCE(s).save(s.path("plain") / "a.html"), "."),
             "curves into one axes": (lambda s: CURVES(s, "rank", "smoothness"), "ax"),

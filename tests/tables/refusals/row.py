@@ -83,7 +83,7 @@ def taken(_scene: Scene, value: Any) -> bool:
 @dataclass(frozen=True)
 class Row:
     """One call. It is refused where ``what`` (a regular expression) is given, else taken with a
-    value that ``holds``; with ``either`` both are right, whatever the class of the error.
+    value that ``holds``.
 
     ``today`` says what happens instead in the present version, for a strict expected failure.
     """
@@ -93,7 +93,6 @@ class Row:
     what: str | None = None
     error: type[tlg.GeometryError] = tlg.GeometryError
     holds: Callable[[Scene, Any], bool] = taken
-    either: bool = False
     today: str = ""
 
 

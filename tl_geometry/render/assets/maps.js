@@ -12,7 +12,7 @@ PARTS.maps = async (part, parent) => {
     const heads = part.rows[state.row] ? [part.rows[state.row]] : [];
     const first = part.together ? 0 : state.map, value = part.together ? [] : [`${part.names[first]} ${number(state.read(first, state.i, state.j))}`];
     where.textContent = [...heads, `${down} ${part.labels[0][state.i]}`, `${across} ${part.labels[1][state.j]}`, ...value].join(' · ');
-    setScale(part.limits[first], part.signed[first]);
+    setScale(part.limits[first], part.together ? part.signed.some(Boolean) : part.signed[first]);
     for (const draw of panels) draw('row' in change || 'map' in change);
   });
 
