@@ -127,8 +127,7 @@ def induction(graph: LogitGraph, head: Head | None = None) -> Page:
     return Page(
         title=f"{name} wrote {html.signed(best['value'], '+.2f')} of T from “{token}” at "
         f"{int(best['position'])}",
-        caption=f"Each token has the colour of what {name} wrote from it towards T, the traced "
-        f"logit or difference: "
+        caption=f"Each token has the colour of what {name} wrote from it towards T, the target: "
         f"{html.signed(sum(values), '+.3g')} in all. Hover for the number.",
         parts=[_part("ColoredTokens", top, True, tokens=written, values=values)],
         begin={},

@@ -230,10 +230,8 @@ def head_planes(
     caption = "Each bar is the share of a plane in the covariance of scores (none: not rotated)."
     if profile is not None:
         axes[-1].set_xlabel("offset, query minus key (tokens)")
-        caption += (
-            f" The curve is the mean of {profile.term} by offset below {REACH}, with its 95% "
-        )
-        caption += "interval over prompts (none below 10)."
+        caption += f" The curve is the mean of {profile.term} at offsets below {REACH}, with its "
+        caption += "95% interval over prompts (none below 10)."
     draw.legend(figure, axes[:columns])
     return draw.view(
         figure,
