@@ -105,8 +105,8 @@ def fit_noise_law(report: Table, *, law: str = "asymptotic", of: str = "log_vari
     choice(law, LAWS, "law")
     start, end, log_values = _pairs(report, of)
     n_pairs = len(log_values)
-    expected, ends = "at least 3 pairs with a finite variance, of two end states", len(end.unique())
-    require(n_pairs >= 3 and ends > 1, "states", expected=expected, got=f"{n_pairs} of {ends}")
+    expected, ends = "at least 3 with a finite variance, of two end states", len(end.unique())
+    require(n_pairs >= 3 and ends > 1, "pairs of states", expected=expected, got=n_pairs)
 
     def misfit(rate: float) -> float:
         # constant over pairs, and equal to ln alpha, if the law holds exactly
