@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import secrets
 import sys
 import threading
 from collections.abc import Iterable
@@ -40,18 +41,14 @@ def taken() -> set[str]:
     return found
 
 
-def add(names: Iterable[str]) -> None:
-    """Count as called here what another process has called, as :func:`taken` names it."""
-    pairs = (name.split("::", 1) for name in names)
-    _called.update((f"{os.sep}{file}", function) for file, function in pairs)
+def leave(names: Iterable[str]) -> None:
+    """Leave a file with what was called, as :func:`taken` names it, for the process that watches;
+    nothing where none does."""
+    if folder := os.environ.get(NOTES):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        (Path(folder) / secrets.token_hex(8)).write_text("\n".join(names))
 
 
 def note_at_the_end() -> None:
-    """Leave a file with what this process has called."""
-
-    def note() -> None:
-        folder = Path(os.environ[NOTES])
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / str(os.getpid())).write_text("\n".join(taken()))
-
-    atexit.register(note)
+    """Leave what this process will have called."""
+    atexit.register(lambda: leave(taken()))

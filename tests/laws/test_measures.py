@@ -249,7 +249,7 @@ def test_a_norm_puts_states_on_a_sphere(seed: int, norm_type: str, eps: float) -
     assert torch.allclose(g.deficit, 8**0.5 - g.radius, atol=1e-12)
     assert (float(g.z.sum(-1).abs().max()) < 1e-9) == (norm_type == "LN")
     if norm_type == "LN" and eps == 0:  # scale and shift are forgotten; cosines are correlations
-        assert torch.allclose(sphere.norm_geometry(3 * x + 7, eps=0.0).z, g.z)
+        assert torch.allclose(sphere.norm_geometry(3 * x + 7, eps=0.0).y, g.z)
         assert np.allclose(g.z @ g.z.T / 8, np.corrcoef(x))
 
 

@@ -174,12 +174,16 @@ def test_verdicts() -> None:
     cells = {(row[0], row[1]): row[2:] for row in found.rows()}
     assert cells["table 1", "rank"][3] == "differs"
     assert cells["table 1", "rank sd"][3] == "not judged"
-    verdicts = found.column("verdict")
     judged: Any = cells.values()
     for ours, theirs, near, said in judged:
         if said in ("agrees", "differs"):
             assert (said == "agrees") == (abs(ours - theirs) <= near)
-    assert set(verdicts) <= {"agrees", "differs", "not judged", "no published row"}
+    assert {x[-1] for x in cells.values()} <= {
+        "agrees",
+        "differs",
+        "not judged",
+        "no published row",
+    }
     # of 13 states, and this model has three
     assert {x[-1] for (table, _), x in cells.items() if table != "table 1"} == {"no published row"}
     assert {"published row GPT-2 OWT", "overlapping windows"} <= set(found.provenance.flags)
@@ -408,6 +412,9 @@ def test_the_embedded_model_has_induction_and_its_control_has_not(period: int) -
     first = zoo.embedded(trained=False).W_E.detach()
     torch.rand(1)
     assert torch.equal(zoo.embedded(trained=False).W_E, first), "whatever was drawn before"
+    assert tlg.view(zoo.embedded(trained=False)).name.endswith("-untrained")
+    rows, documents = zoo.default_windows(zoo.embedded(), 9, n=4), zoo.corpus.held_out_documents()
+    assert (rows.corpus, rows.label_names) == ("held-out stdlib", documents.names)
     best, losses = pattern_scores(False, period)
     assert max(best.values()) < 0.2
     assert abs(losses[:, period:].mean() - losses[:, :period].mean()) < 0.5

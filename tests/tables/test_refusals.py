@@ -66,7 +66,7 @@ def marked(row: Row) -> Any:
 
 @pytest.mark.parametrize("row", [marked(row) for row in ROWS])
 def test_calls(row: Row, outcomes: dict[str, dict[str, Any]]) -> None:
-    probes.add(outcomes[row.name].pop("called"))
+    probes.leave(outcomes[row.name].pop("called"))
     assert faults(row, outcomes[row.name]) == []
 
 
