@@ -178,13 +178,8 @@ def test_verdicts() -> None:
     for ours, theirs, near, said in judged:
         if said in ("agrees", "differs"):
             assert (said == "agrees") == (abs(ours - theirs) <= near)
-    assert {x[-1] for x in cells.values()} <= {
-        "agrees",
-        "differs",
-        "not judged",
-        "no published row",
-    }
-    # of 13 states, and this model has three
+    verdicts = {"agrees", "differs", "not judged", "no published row"}
+    assert {x[-1] for x in cells.values()} <= verdicts
     assert {x[-1] for (table, _), x in cells.items() if table != "table 1"} == {"no published row"}
     assert {"published row GPT-2 OWT", "overlapping windows"} <= set(found.provenance.flags)
     assert (found.provenance.preset, found.provenance.seed) == ("reference", SEED)
