@@ -251,6 +251,7 @@ def test_a_norm_puts_states_on_a_sphere(seed: int, norm_type: str, eps: float) -
     if norm_type == "LN" and eps == 0:  # scale and shift are forgotten; cosines are correlations
         assert torch.allclose(sphere.norm_geometry(3 * x + 7, eps=0.0).y, g.z)
         assert np.allclose(g.z @ g.z.T / 8, np.corrcoef(x))
+    assert bool(sphere.norm_geometry(torch.zeros(8), norm_type=norm_type).degenerate)
 
 
 @cases

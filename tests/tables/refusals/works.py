@@ -43,9 +43,8 @@ def trajectories(s: Scene, tokens: Any = None, **options: Any) -> Any:
 
 def curve(s: Scene, tokens: Any = None, ensemble: Any = None, **options: Any) -> Any:
     tokens = s.w.pilots[:12] if tokens is None else tokens
-    return tlg.truncation_kl(
-        s.model, tokens, ensemble or s.w.ensemble, **{"K": (1, 4), **SHORT, **options}
-    )
+    given = {"K": (1, 4), **SHORT, **options}
+    return tlg.truncation_kl(s.model, tokens, ensemble or s.w.ensemble, **given)
 
 
 def skips(s: Scene, tokens: Any = None, ensemble: Any = None, **options: Any) -> Any:
@@ -105,6 +104,7 @@ GROUPS = (
             **{name: case for name, case in BASES.items() if name != "a table"},
             **NO_BATCH,
             "floats": NO_TOKENS["floats"],
+            "a normalised basis": ({"basis": lambda s: s.w.normalized_basis}, "basis|token_paths"),
         },
     ),
     Group(
@@ -156,15 +156,13 @@ GROUPS = (
             "a pair the wrong way": [(3, 1)],
             "a pair beyond": [(1, 99)],
             "a map of no name": ({"map_types": ("spline",)}, "map_type"),
+            "two states": [3, 4],
             "chunks that maps were fitted on": ({"tokens": lambda s: s.w.pilots[20:]}, "tokens"),
             "trajectories of another model": (
                 {"ensemble": lambda s: s.rotary.ensemble},
                 "ensemble",
             ),
-            "trajectories without the embedding": (
-                {"ensemble": lambda s: s.w.ensemble, "pairs": [(0, 1)]},
-                "ensemble",
-            ),
+            "no embedding": ({"ensemble": lambda s: s.w.ensemble, "pairs": [(0, 1)]}, "ensemble"),
         },
     ),
 )
