@@ -121,8 +121,11 @@ def test_the_panels_of_a_split_add_up_and_constants_stand_apart() -> None:
     split = synthetic(2, 9)
     part = payload(render.split(split))["parts"][0]
     values, names = unpacked(part), part["names"]
-    assert names[:4] == ["position", "content", "token", "mixed"]
-    assert names[4:] == ["constants (bias-bias)", "total", "pattern"]
+    groups = ["position", "content", "token", "mixed", "constants (bias-bias)"]
+    assert names == [*groups, "total", "pattern"]
+    cases = (split, None), (split, ["position"]), (synthetic(2, 9, parts=("mlp0", "bias")), None)
+    shown = [payload(render.split(s, panels=p))["parts"][1]["groups"] for s, p in cases]
+    assert [len(each) for each in shown] == [5, 0, 0]
     np.testing.assert_allclose(values[:, :5].sum(1), values[:, 5], atol=2e-2)
     allowed = split.allowed.numpy()
     assert (np.isnan(values) == ~allowed[:, None]).all()

@@ -40,8 +40,8 @@ def separability(
     repeats: int = 10,
     seed: int = 0,
 ) -> Accuracy:
-    """Accuracy with which a linear classifier tells rows of ``a`` from rows of ``b``: where it
-    cannot, 0.5, or the share of the larger side.
+    """Accuracy with which a linear classifier tells rows of ``a`` from rows of ``b``: 0.5 where it
+    cannot, and with sides of unequal size the share of the larger one.
 
     ``paired=True``: row i of ``a`` and row i of ``b`` belong to one trajectory and stay on one side
     of every split. Coordinates are standardised on the training side only. ``"svm"`` is a linear

@@ -96,9 +96,8 @@ def _rank(pos: Float[Tensor, "position d_model"]) -> int:
     """The ScreeNOT rank, at least 1, with the bound of 20 of Song & Zhong 2023 where the basis is
     large enough for it."""
     k, shape = positional.usable_k(20, min(pos.shape)), (pos.shape[0], pos.shape[1])
-    if k < 1:
-        return 1
-    return max(1, int(positional.screenot(torch.linalg.svdvals(pos), shape, k=k).rank))
+    values = torch.linalg.svdvals(pos)
+    return max(1, int(positional.screenot(values, shape, k=k).rank)) if k >= 1 else 1
 
 
 def _agreement(P: Tensor, Q: Tensor, n: int) -> Values:

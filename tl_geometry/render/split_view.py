@@ -106,8 +106,8 @@ def split(
     named = ", ".join(labels) if len(rows) <= 4 else f"{len(rows)} heads"
     # shares are those of the whole score, not of some of its terms
     covers = sorted(term for some in chosen.values() for term in some) == sorted(split.terms)
-    groups = [(_group(name), i) for i, name in enumerate(chosen)]
-    groups = groups if covers and all(group for group, _ in groups) else []
+    known = covers and groups_of([*split.terms])
+    groups = [(_group(name), i) for i, name in enumerate(chosen) if known]
     query, key, pattern = length - 1, int(np.nan_to_num(values[0, -1, -1]).argmax()), len(names) - 1
     return Page(
         title=title or f"What are the attention scores of {named} made of?",
