@@ -48,13 +48,12 @@ def load_model(model: str | None, device: str, dtype: str, *, processed: bool) -
     import torch
 
     from tl_geometry import models, zoo
+    from tl_geometry.models.loading import require_device
     from tl_geometry.zoo.pretrained import minilm_directory
 
-    options: dict[str, Any] = {"dtype": getattr(torch, dtype), "device": device}
+    options: dict[str, Any] = {"dtype": getattr(torch, dtype), "device": require_device(device)}
     if model is None:
-        loaded = zoo.embedded(processed=processed)
-        on_place = (device, dtype) == ("cpu", "float32")
-        loaded = loaded if on_place else loaded.to(device).to(options["dtype"])
+        loaded = zoo.embedded(processed=processed).to(**options, print_details=False)
     elif model == "smollm2":
         loaded = zoo.smollm2(processed=processed, **options)
     else:

@@ -41,10 +41,7 @@ def load(
     class cannot hold the model. A file is opened as a result that the library saved.
     """
     require(dtype in DTYPES, "dtype", expected=", ".join(map(str, DTYPES)), got=repr(dtype))
-    try:
-        device = torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError):  # no such device in torch, or on this machine
-        fail("device", expected="cpu, or cuda, cuda:1, mps of this machine", got=repr(device))
+    device = require_device(device)
     if isinstance(model, torch.nn.Module):
         _require_hugging_face(model)
         return from_hf(model.to(device=device, dtype=dtype), processed=processed)
@@ -65,6 +62,14 @@ def load(
         if processed:
             bridge.enable_compatibility_mode(disable_warnings=True)
         return remember(bridge.eval(), name=str(model))
+
+
+def require_device(device: torch.device | str) -> torch.device:
+    """The device of a name; refused where torch or this machine has none."""
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError):
+        fail("device", expected="cpu, or cuda, cuda:1, mps of this machine", got=repr(device))
 
 
 @contextlib.contextmanager

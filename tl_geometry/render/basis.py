@@ -318,10 +318,9 @@ def measure_curves(
 
 def _over_states(axis: draw.Axes, table: pd.DataFrame, name: str) -> None:
     """Draw one measure over the states, with its errors and nulls."""
-    states, error = table["state"].tolist(), f"{name}_se"
-    bars = table[error].fillna(0.0) if error in table else None
+    states = table["state"].tolist()
     look = {"color": "k", "marker": "o", "ms": 3, "lw": 1, "capsize": 2, "label": "measured"}
-    axis.errorbar(states, table[name], yerr=bars, **look)
+    axis.errorbar(states, table[name], yerr=table.get(f"{name}_se"), **look)
     for null, (colour, style) in NULLS.items():
         if f"{name}_{null}" in table:
             line = {"lw": 1, "color": colour, "label": f"null: {null}"}

@@ -62,7 +62,7 @@ def attention_heads(
         tokens = tokens or attention.str_tokens
     else:
         got, instead = describe(attention), "attention[batch]"
-        three_axes = attention.dim() == 3
+        three_axes = isinstance(attention, Tensor) and attention.dim() == 3
         require(three_axes, "attention", expected="[head query key]", got=got, instead=instead)
         what, values = "Values", attention.detach().cpu().double()
         names = names or [f"Head {i}" for i in range(len(values))]
@@ -70,9 +70,8 @@ def attention_heads(
     shape, expected = tuple(values.shape), "a head for each name, a query and a key for each token"
     known, got = (len(names), len(texts), len(texts)), f"{len(names)} names, {len(texts)} tokens"
     instead = f"values {shape}: names=, tokens=model.to_str_tokens(...)"
-    require(
-        len(names) > 0 and shape == known, "tokens", expected=expected, got=got, instead=instead
-    )
+    fits = len(names) > 0 and shape == known
+    require(fits, "tokens", expected=expected, got=got, instead=instead)
     size, instead = values.numel(), "fewer heads= or tokens, or render.split"
     require(size <= CELLS, "cells", expected=f"at most {CELLS}", got=size, instead=instead)
     later = torch.ones(values.shape[1:], dtype=torch.bool).triu(1)
@@ -110,14 +109,14 @@ def induction(graph: LogitGraph, head: Head | None = None) -> Page:
     >>> induction(tlg.trace_logit(model, prompt, "ight", prepend_bos=True)).title[:10]
     'L1H3 wrote'
     """
+    draw.require_result(graph, LogitGraph, "graph", "trace_logit(model, prompt, answer)")
     direct: Any = graph.direct().df
-    direct = direct[direct["head"] >= 0]
+    direct = direct[direct["head"] >= 0].sort_values("position")
     heads = direct.groupby(["layer", "head"])["value"].sum()
     known = [(int(layer), int(number)) for layer, number in heads.index]
     pair = known[int(heads.argmax())] if head is None else checks.heads(head, 10**6, 10**6)[0]
     require(pair in known, "head", expected="a head of the graph", got=head_name(pair))
     mine = direct[(direct["layer"] == pair[0]) & (direct["head"] == pair[1])]
-    mine = mine.sort_values("position")
     values, texts = mine["value"].tolist(), mine["token"].astype(str).tolist()
     top, best = max(map(abs, values)) or 1.0, mine.loc[mine["value"].abs().idxmax()]
     # ColoredTokens puts texts into the page as markup (1.43.3): a token that looks like a tag would

@@ -249,14 +249,14 @@ def bundle_3d(ensemble: Trajectories) -> Page:
     rows = draw.some(range(len(ensemble)), MOST)
     X = ensemble.X.double()
     U = linalg.svd(X[:, -1]).V[:, :3]
+    require(U.shape[1] == 3, "ensemble", expected="3 paths or more", got=len(ensemble))
     names = [f"u{i} of state {ensemble.states[-1]}" for i in (1, 2, 3)]
     figure = paths_figure(X[rows] @ U, ensemble.states, names)
-    part = {"kind": "plotly", "figure": {**json.loads(figure.to_json()), "config": CONFIG}}
     return SpacePage(
         title="Do tokens travel through the layers as a bundle?",
         caption=f"Each line is the path of one token through the states, {len(rows)} of "
         f"{len(ensemble)} trajectories; colour is the state.",
-        parts=[part],
+        parts=[{"kind": "plotly", "figure": {**json.loads(figure.to_json()), "config": CONFIG}}],
         begin={},
         height=660,
         source=ensemble.provenance.line(),

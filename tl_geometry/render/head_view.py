@@ -257,8 +257,7 @@ def _draw_shares(axis: draw.Axes, planes: PlaneTable, at: int) -> None:
         axis.plot([], [], "s", color=colour, label=name)  # an entry of the legend
         up, down = up + share.clip(0), down + share.clip(None, 0)
     ticks = draw.some(range(len(order)), 7)
-    labels = [_length(float(waves[i])) for i in order[ticks]]
-    axis.set_xticks(ticks, labels)
+    axis.set_xticks(ticks, [_length(float(waves[i])) for i in order[ticks]])
     axis.axhline(0, color="0.3", lw=0.6)
     axis.set(title=checks.head_name(planes.heads[at]), ylabel="share")
 

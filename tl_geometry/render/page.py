@@ -85,8 +85,7 @@ class Page:
     def save(self, path: str | Path) -> Path:
         """Write to ``x.html`` and return the path."""
         path = as_path(path)
-        named = path.suffix.lower() == ".html"
-        require(named, "path", expected="a name ending in .html", got=str(path))
+        require(path.suffix.lower() == ".html", "path", expected="a .html file", got=str(path))
         write_bytes(path, self.page.encode())
         return path
 

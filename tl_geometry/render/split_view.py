@@ -129,9 +129,8 @@ def panels_of(split: ScoreSplit, panels: str | Sequence[str] | None) -> dict[str
     terms = {f"{a}-{b}": [(a, b)] for a, b in split.terms}
     groups = groups_of(list(split.terms))
     if panels is None or panels == "groups":
-        instead = "panels='terms'"
-        own = panels is None or bool(groups)
-        require(own, "panels", expected="parts with groups", got="your own", instead=instead)
+        grouped, instead = panels is None or bool(groups), "panels='terms'"
+        require(grouped, "panels", expected="parts with groups", got="your own", instead=instead)
         return groups or terms
     if panels == "terms":
         return terms

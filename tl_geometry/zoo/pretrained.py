@@ -61,7 +61,9 @@ def smollm2(
     30
     """
     from tl_geometry.models import from_hf
+    from tl_geometry.models.loading import require_device
 
+    device = require_device(device)
     model, tokenizer = smollm2_hugging_face()
     model = model.to(device=device, dtype=dtype)
     return from_hf(model, tokenizer, processed=processed, name=SMOLLM2)

@@ -58,7 +58,7 @@ COMMANDS = (
     _with("no answer", ("trace", "x = 1"), "answer"),
     _with("no prompt", ("trace", "--answer", "x"), "PROMPT|prompt|WORDS"),
     _with("three texts", trace("y = 2", "z = 3"), "PROMPT"),
-    _with("a trace on a device of no name", trace("--device", "toaster"), "device"),
+    _with("a device that no machine has", trace("--device", "cuda:99"), "device"),
     _with("a position beyond the prompt", trace("--position", "99"), "position"),
     _with("nothing kept", trace("--keep", "0"), "keep"),
     _with("MLPs of no kind", trace("--mlp", "relu"), "mlp"),
