@@ -55,8 +55,10 @@ def ended(words: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
 def test_there_are_four_commands_each_with_help_and_an_example_that_parses() -> None:
     group: Any = typer.main.get_command(app)
     assert set(group.commands) == {"report", "trace", "fit", "check"}
+    assert run("--version") == f"tl-geometry {tlg.__version__}\n"
     for name, command in group.commands.items():
         assert not [p.name for p in command.params if not p.help and p.name != "help"]
+        assert not [p.name for p in command.params if getattr(p, "is_flag", False) and p.default]
         program, said, *words = shlex.split(command.epilog.removeprefix("For example: "))
         assert (program, said) == ("tl-geometry", name)
         command.make_context(name, list(words))
@@ -72,11 +74,13 @@ def test_mistakes_are_found_before_torch_is_loaded(tmp_path: Path) -> None:
         "report --corpus absent.txt, report --out full, report --sections bodies, report full, "
         "check --dtype int8, trace a --answer c --keep nan, trace a --answer c --out full, "
         "trace a b c --answer d, trace a b --answer c --dtype int8, trace a --answer c --mlp no, "
-        "trace a --answer c --basis absent, fit --dtype int8, fit --length 1, report --dtype int8"
+        "trace a --answer c --basis absent, fit --dtype int8, fit --length 1, report --dtype int8, "
+        "report --seed -1, fit --seed -1, fit --corpus absent.txt"
     )
     wrong = [line.split() for line in lines.split(", ")]
     code = f"""
 import sys
+sys.path.insert(0, {str(Path(tlg.__file__).parents[1])!r})
 from tl_geometry import cli
 for words in {wrong!r}:
     sys.argv = ["tl-geometry", *words]
@@ -89,8 +93,6 @@ import tl_geometry
 tl_geometry.Result
 print("torch" in sys.modules)
 """
-    root = Path(tlg.__file__).parents[1]
-    code = f"import sys; sys.path.insert(0, {str(root)!r})\n{code}"
     words = [sys.executable, "-c", code]
     done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -138,13 +140,11 @@ def test_trace_writes_the_graph_of_the_function(tmp_path: Path) -> None:
     assert sum(parts) == pytest.approx(graph.value, abs=1e-4)
     assert json.loads((out / "graph.json").read_text())["nodes"]
     assert re.search(rf"graph\.html: T = .*, {len(nodes)} nodes, {len(edges)} edges", said)
-    # between two prompts, and never over what is there
+    # between two prompts, and over what is there if asked
     run("trace", PROMPT, *options, "--counterfactual", OTHER, "--out", tmp_path / "two")
     two = tlg.trace_logit(model, PROMPT, " w", other=" h", keep=0.6, counterfactual=OTHER)
     written = pd.read_csv(tmp_path / "two" / "nodes.csv")["value"].to_numpy()
     assert written == pytest.approx(two.nodes["value"].to_numpy(), abs=1e-4)
-    refused = CliRunner().invoke(app, ["trace", PROMPT, "--answer", " w", "--out", str(out)])
-    assert "--force" in str(refused.exception)
     run("trace", PROMPT, *options, "--out", out, "--force")
     # a carriage return within a token ends no row
     text = "x = 1\r\ny = x"
