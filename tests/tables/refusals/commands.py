@@ -48,12 +48,7 @@ COMMANDS = (
     _with("a basis below a file", fit("--out", "a.txt/b.safetensors"), "out|a.txt"),
     _with("a basis over a file of the user", fit(), "--force", {**TEXT, "basis.safetensors": MINE}),
     _with("a report into a file", ("report", "--out", "a.txt"), "out|a.txt"),
-    _with(
-        "a report over a file of the user",
-        ("report", "--out", "."),
-        "--force",
-        {"report.html": MINE},
-    ),
+    _with("a report over one's file", ("report", "--out", "."), "--force", {"report.html": MINE}),
     _with("an answer of many tokens", trace("--answer", "x y z"), "token"),
     _with("no answer", ("trace", "x = 1"), "answer"),
     _with("no prompt", ("trace", "--answer", "x"), "PROMPT|prompt|WORDS"),

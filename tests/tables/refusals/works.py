@@ -141,10 +141,7 @@ GROUPS = (
             **NO_BATCH,
             "no directions": ({"K": ()}, "^K$"),
             "directions beyond": ({"K": (1, 9999)}, "^K$"),
-            "trajectories of another model": (
-                {"ensemble": lambda s: s.rotary.ensemble},
-                "ensemble",
-            ),
+            "paths of another model": ({"ensemble": lambda s: s.rotary.ensemble}, "ensemble"),
             "trajectories as tokens": ({"tokens": lambda s: s.w.ensemble}, "tokens"),
         },
     ),
