@@ -71,12 +71,12 @@ def test_mistakes_are_found_before_torch_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("mine")
     lines = (
-        "--help, fit --help, fit --contexts -5, fit --out basis.npz, fit --shard 3/2, nonsense, "
-        "report --corpus absent.txt, report --out full, report --sections bodies, report full, "
-        "check --dtype int8, trace a --answer c --keep nan, trace a --answer c --out full, "
-        "trace a b c --answer d, trace a b --answer c --dtype int8, trace a --answer c --mlp no, "
-        "trace a --answer c --basis absent, fit --dtype int8, fit --length 1, report --dtype int8, "
-        "report --seed -1, fit --seed -1, fit --corpus absent.txt, fit --device toaster"
+        "fit --corpus full/mine.txt --corpus full/mine.txt, trace a b --answer c --dtype int8, "
+        "trace a --answer c --basis absent, trace a --answer c --keep nan, check --device toaster, "
+        "trace a --answer c --out full, trace a --answer c --keep 2, trace a --answer c --mlp no, "
+        "report --corpus absent.txt, report --sections bodies, trace a b c --answer d, fit --help, "
+        "fit --out basis.npz, report --dtype int8, report --out full, fit --dtype int8, nonsense, "
+        "report --seed -1, fit --shard 3/2, fit --seed -1, report full, --help"
     )
     wrong = [line.split() for line in lines.split(", ")]
     code = f"""
