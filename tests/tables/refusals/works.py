@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import tl_geometry as tlg
-from tests.tables.refusals.calls import UNSUPPORTED
-from tests.tables.refusals.changed_models import made
+from tests.tables.refusals.calls import UNSUPPORTED, made
 from tests.tables.refusals.row import Group, Scene
 from tests.tables.refusals.scores import BASES, HEADS
 
@@ -157,6 +156,7 @@ GROUPS = (
             "a map of no name": ({"map_types": ("spline",)}, "map_type"),
             "two states": [3, 4],
             "chunks that maps were fitted on": ({"tokens": lambda s: s.w.pilots[20:]}, "tokens"),
+            "paths of another model": ({"ensemble": lambda s: s.rotary.ensemble}, "ensemble"),
             "an encoder": ({"model": lambda s: made("bert")}, "skip_costs", UNSUPPORTED),
             "no embedding": ({"ensemble": lambda s: s.w.ensemble, "pairs": [(0, 1)]}, "ensemble"),
         },
