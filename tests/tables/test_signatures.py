@@ -13,6 +13,7 @@ import importlib
 import inspect
 import pkgutil
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -21,8 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.main
 
 import tl_geometry
+from tl_geometry import cli
 
 pytestmark = pytest.mark.once
 ROOT = Path(tl_geometry.__file__).parent
@@ -310,3 +313,17 @@ def test_public_names_exist_and_differ_from_modules() -> None:
     assert {m.name for m in pkgutil.iter_modules(tl_geometry.__path__)} == set(PACKAGES)
     with pytest.raises(AttributeError, match="decompse"):
         getattr(tl_geometry, "decompse")  # noqa: B009 (a type checker refuses the attribute)
+
+
+def test_there_are_four_commands_each_with_help_and_an_example_that_parses() -> None:
+    group: Any = typer.main.get_command(cli.app)
+    assert set(group.commands) == {"report", "trace", "fit", "check"}
+    for name, command in group.commands.items():
+        assert not [p.name for p in command.params if not p.help and p.name != "help"]
+        on = {p.name for p in command.params if isinstance(p.default, int) and p.default}
+        assert on <= {"position"}  # -1, the last
+        program, said, *words = shlex.split(command.epilog.removeprefix("For example: "))
+        assert (program, said) == ("tl-geometry", name)
+        command.make_context(name, list(words))
+    with pytest.raises(cli.USAGE):
+        group.commands["check"].make_context("check", ["--planted"])

@@ -9,7 +9,7 @@ import torch
 
 import tl_geometry as tlg
 from tests.tables.refusals.changed_models import made
-from tests.tables.refusals.models import fresh, of_transformers
+from tests.tables.refusals.models import of_transformers
 from tests.tables.refusals.row import NAN, NOT_A_BASIS, Scene, calls
 from tl_geometry import flow, interventions, measures, models, papers, sphere, weights
 
@@ -96,7 +96,7 @@ def idle(s: Scene) -> None:
 
 def scaled(factor: float, edited: bool = True) -> Any:
     """A pass inside an edit, or a split of a basis, made before a weight was scaled."""
-    model, ids = fresh(), IDS[3:43].view(4, 10)
+    model, ids = made("gpt2"), IDS[3:43].view(4, 10)
     edit, basis = zero(model), tlg.decompose(model, ids, **QUIET)
     next(iter(model.parameters())).data.mul_(factor)
     with edit if edited else nullcontext(), torch.no_grad():
@@ -233,7 +233,7 @@ GROUPS = (
             "a basis of before": (lambda s: scaled(1.5, edited=False), "basis"),
             "a model that has changed": (lambda s: scaled(1.5), "edit"),
             "floats": (lambda s: tlg.view(s.model).logits(s.ids.float()), "tokens"),
-            "text without a tokenizer": (lambda s: tlg.windows(fresh(), "a b c", 2), "."),
+            "text without a tokenizer": (lambda s: tlg.windows(made("gpt2"), "a b c", 2), "."),
             "no file": (lambda s: models.load("basis.safetensors"), "^path$"),
         },
     ),

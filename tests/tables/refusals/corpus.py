@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 
 import tl_geometry as tlg
@@ -92,6 +93,7 @@ GROUPS = (
                 "a.txt", b"\xef\xbb\xbf" + CODE.encode()
             ),
             "a column": lambda s: columns([{"text": CODE}])["text"],
+            "a column after a filter": lambda s: pd.Series(["", CODE])[1:],
             "labels": {"texts": [CODE, CODE], "labels": [0, 1]},
         },
         wrong={
@@ -106,6 +108,7 @@ GROUPS = (
             "a binary file": lambda s: s.path("a.txt", b"abc\0" * 99),
             "a file that is no UTF-8": lambda s: s.path("a.txt", "caf\xe9 ".encode("latin-1") * 99),
             "a file of ids": lambda s: s.path("a.npy", b"\x93NUMPY"),
+            "a table": lambda s: pd.DataFrame({"text": [CODE]}),
             "a data set without text": lambda s: columns([{"a": 1}]),
             "labels for fewer texts": ({"labels": ["a", "b"]}, "labels"),
             "BOS in words": ({"prepend_bos": "no"}, "prepend_bos"),

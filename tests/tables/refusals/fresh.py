@@ -1,6 +1,5 @@
 """What public bug reports and fresh inputs found, by kind: 1 to 14, what is wrong without a word or
-hangs. ``today`` says what happens in the present version; such a row is a strict expected failure,
-and becomes green with the package that mends its kind."""
+hangs."""
 
 from __future__ import annotations
 

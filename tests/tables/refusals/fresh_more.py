@@ -55,20 +55,6 @@ def parallel(s: Scene) -> Any:
     return tlg.decompose(model, s.ids, **QUIET)
 
 
-def frames(s: Scene) -> Any:
-    import pandas as pd
-
-    return pd.DataFrame({"text": ["x = y + z\n" * 40, "a = b\n" * 40]})
-
-
-def filtered(s: Scene) -> bool:
-    """Whether a column of a filtered table gives the windows of its own texts."""
-    table = frames(s)
-    column = table[table.text.str.startswith("a")].text
-    cut = lambda texts: tlg.windows(s.model, texts, 6, prepend_bos=True).tokens
-    return torch.equal(cut(column), cut(list(column)))
-
-
 # ---- 21. to 27.
 
 
@@ -115,16 +101,6 @@ ROWS: tuple[Row, ...] = (
     Row("17 a deep copy beside its model", lambda s: copied(s, True)),
     Row("17 a deep copy of what is gone", lambda s: copied(s, False), "tiny"),
     Row(
-        "20 half a surrogate pair in a prompt",
-        lambda s: traced(s.model, "x = \ud800", prepend_bos=True),
-        "texts|prompt|tokens",
-    ),
-    Row(
-        "20 a DataFrame as texts",
-        lambda s: tlg.windows(s.model, frames(s), 2, prepend_bos=True),
-        "texts",
-    ),
-    Row(
         "24 an adapter that is not merged",
         lambda s: readout(False),
         "weights",
@@ -136,7 +112,6 @@ ROWS: tuple[Row, ...] = (
         lambda s: traced(with_text(), "w5 w6 w7", "zzz", prepend_bos=True),
         "answers",
     ),
-    Row("25 a column after a filter", filtered, holds=lambda s, same: same),
     *(
         Row(f"27 a metric of {name}", lambda s, v=v: measured(s, v), "metric")
         for name, v in {"NaN": NAN, "infinity": float("inf")}.items()

@@ -87,13 +87,17 @@ OPTIONS: dict[str, tuple[Callable[[Scene], Callable[..., Any]], str]] = {
         ),
         "seed",
     ),
-    "trajectories": (lambda s: partial(tlg.trajectories, s.model, s.w.pilots, **QUIET), "position"),
+    "trajectories": (
+        lambda s: partial(tlg.trajectories, s.model, s.w.pilots, **QUIET),
+        "position batch_size",
+    ),
     "a part of an ensemble": (lambda s: s.w.ensemble.split, "seed"),
     "compare_ensembles": (lambda s: partial(tlg.flow.compare_ensembles, {"a": s.w.ensemble}), "k"),
     "truncation_kl": (
         lambda s: partial(tlg.truncation_kl, s.model, s.w.pilots, s.w.ensemble, **QUIET),
-        "K",
+        "K batch_size",
     ),
+    "token_paths": (lambda s: partial(tlg.token_paths, s.model, s.ids), "batch_size"),
 }
 """Functions, and options of theirs that are numbers: each is what a refusal is about."""
 
@@ -156,7 +160,6 @@ CALLS: dict[str, Callable[[Scene], Any]] = {
     for name, (of, _) in OPTIONS.items()
     if name not in ("faithfulness", "heads by another prompt", "truncation_kl")
 } | {
-    "token_paths": lambda s: tlg.token_paths(s.model, s.ids),
     "knockouts": lambda s: interventions.effects(
         s.model, s.ids, interventions.each(s.model, "L1H0", by="zero")
     ),

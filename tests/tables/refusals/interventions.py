@@ -50,10 +50,6 @@ def surrogate(s: Scene, **options: Any) -> Any:
     return s.logits(interventions.surrogate(s.model, **given))
 
 
-TERMS = {
-    "a term of no name": ({"names": "pos-nothing"}, "term"),
-}
-
 GROUPS = (
     Group(
         name="a term",
@@ -67,7 +63,7 @@ GROUPS = (
         wrong={
             **BASES,
             **HEADS,
-            **TERMS,
+            "a term of no name": ({"names": "pos-nothing"}, "term"),
             "prompts without BOS": ({"ids": lambda s: s.ids[:, 1:]}, "tokens"),
             "prompts beyond the basis": ({"ids": lambda s: s.ids.repeat(1, 2)}, "tokens"),
         },
@@ -180,7 +176,6 @@ GROUPS = (
             **BASES,
             **HEADS,
             "a part of no name": ({"part": "nothing"}, "part"),
-            "no rank": ({"rank": 0}, "rank"),
         },
     ),
 )

@@ -10,20 +10,14 @@ from typing import Any
 import torch
 
 import tl_geometry as tlg
-from tests.lib.models import bridge_of, hf_model
-from tests.tables.refusals.changed_models import OWN_CODE, PICKLED
+from tests.lib.models import hf_model
+from tests.tables.refusals.changed_models import OWN_CODE, PICKLED, made
 from tests.tables.refusals.row import NAN, Group, Scene, calls
 from tl_geometry import models
 
 EMBEDDED = Path(tlg.zoo.__file__).parent / "assets"
 UNSUPPORTED = tlg.UnsupportedModelError
 RECONSTRUCTION = tlg.ReconstructionError
-
-
-def fresh(dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    """A tiny GPT-2 that may be changed, made without touching the generator of the user."""
-    with torch.random.fork_rng():
-        return bridge_of(hf_model("gpt2", dtype, **changes))
 
 
 def of_transformers(s: Scene) -> Any:
@@ -33,7 +27,7 @@ def of_transformers(s: Scene) -> Any:
 
 def with_nan(part: str) -> Any:
     """A model with NaN in the last parameter whose name has ``part``."""
-    model = fresh()
+    model = made("gpt2")
     named = [p for n, p in model.named_parameters() if part in n]
     named[-1].data[..., 0] = NAN
     return model
@@ -47,7 +41,7 @@ def looked_at(model: Any) -> Any:
 
 def quantised(s: Scene) -> Any:
     """A model with a layer of packed integers."""
-    model = fresh()
+    model = made("gpt2")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says that its quantisation moves elsewhere
         quantise: Any = torch.ao.quantization.quantize_dynamic
@@ -67,7 +61,7 @@ def grows(value: torch.Tensor, hook: Any) -> torch.Tensor:
 
 def long(row: int) -> Any:
     """A sweep of 520 positions, every other of which is compared, with one row changed."""
-    model, ids = fresh(n_positions=520), 3 + torch.arange(1040).view(2, 520) % 53
+    model, ids = made("gpt2", n_positions=520), 3 + torch.arange(1040).view(2, 520) % 53
     basis = tlg.decompose(model, ids, progress=False)
     act = lambda pattern, hook: pattern.index_fill(2, torch.tensor([row]), 1 / 520)
     with model.hooks(fwd_hooks=[("blocks.1.attn.hook_pattern", act)]):
@@ -110,9 +104,9 @@ GROUPS = (
         name="weights",
         call=lambda s, model: looked_at(model),
         right={
-            "numbers": {"model": lambda s: fresh()},
-            "in float64": {"model": lambda s: fresh(torch.float64)},
-            "in bfloat16": {"model": lambda s: fresh(torch.bfloat16)},
+            "numbers": {"model": lambda s: made("gpt2")},
+            "in float64": {"model": lambda s: made("gpt2", dtype=torch.float64)},
+            "in bfloat16": {"model": lambda s: made("gpt2", dtype=torch.bfloat16)},
         },
         wrong={
             **{

@@ -10,7 +10,7 @@ switch on.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,8 @@ from tests.lib.worlds import World, world
 
 Options = Mapping[str, Any]
 """Options of a call. A function stands for its value on the scene."""
-Wrong = tuple[Options, str] | tuple[Options, str, type[tlg.GeometryError] | str]
-"""What is given, and what the refusal is about; last another class than ``GeometryError``, or what
-happens today in its place."""
+Wrong = tuple[Options, str] | tuple[Options, str, type[tlg.GeometryError]]
+"""What is given, what the refusal is about, and its class where it is not ``GeometryError``."""
 NOT_A_BASIS = "basis.safetensors"
 """What is often given where a basis is meant: its path."""
 NAN = float("nan")
@@ -83,17 +82,13 @@ def taken(_scene: Scene, value: Any) -> bool:
 @dataclass(frozen=True)
 class Row:
     """One call. It is refused where ``what`` (a regular expression) is given, else taken with a
-    value that ``holds``.
-
-    ``today`` says what happens instead in the present version, for a strict expected failure.
-    """
+    value that ``holds``."""
 
     name: str
     call: Callable[[Scene], Any]
     what: str | None = None
     error: type[tlg.GeometryError] = tlg.GeometryError
     holds: Callable[[Scene, Any], bool] = taken
-    today: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,11 +112,8 @@ class Group:
             yield Row(f"{self.name}: {name}", self._made(options), holds=self.holds)
         for name, given in self.wrong.items():
             named = isinstance(given, tuple) and isinstance(given[0], Mapping)
-            options, what, *more = given if named else (given, self.about or self.of)
-            row = Row(f"{self.name}: {name}", self._made(options), what)
-            for each in more:
-                row = replace(row, **{"today" if isinstance(each, str) else "error": each})
-            yield row
+            case: Any = given if named else (given, self.about or self.of)
+            yield Row(f"{self.name}: {name}", self._made(case[0]), *case[1:])
 
     def _made(self, options: Any) -> Callable[[Scene], Any]:
         changed = options if isinstance(options, Mapping) else {self.of: options}

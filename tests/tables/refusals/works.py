@@ -12,7 +12,6 @@ from tests.tables.refusals.scores import BASES, HEADS
 SHORT: dict[str, Any] = {"progress": False}
 NO_HEADS = {name: HEADS[name] for name in ("a head beyond the last", "a head by words", "no heads")}
 NO_MATRIX = {"no matrix": ({"matrix": "QV"}, "matrix")}
-NO_BATCH = {"a batch of none": ({"batch_size": 0}, "batch_size")}
 NO_TOKENS = {
     "floats": ({"tokens": lambda s: s.w.pilots.float()}, "tokens"),
     "beyond the vocabulary": ({"tokens": lambda s: s.w.pilots + 5000}, "tokens"),
@@ -103,7 +102,6 @@ GROUPS = (
         right={"prompts": {}, "axes of a basis": {"basis": lambda s: s.w.basis}},
         wrong={
             **{name: case for name, case in BASES.items() if name != "a table"},
-            **NO_BATCH,
             "floats": NO_TOKENS["floats"],
             "a normalised basis": ({"basis": lambda s: s.w.normalized_basis}, "basis|token_paths"),
         },
@@ -114,7 +112,6 @@ GROUPS = (
         of="states",
         right={"pilots": {}, "a position": {"position": 3}, "some states": [1, 2, 4]},
         wrong={
-            **NO_BATCH,
             **NO_TOKENS,
             "a position beyond": ({"position": 99}, "position"),
             "a state beyond": [99],
@@ -137,7 +134,6 @@ GROUPS = (
         call=curve,
         right={"two ranks": {}},
         wrong={
-            **NO_BATCH,
             "no directions": ({"K": ()}, "^K$"),
             "directions beyond": ({"K": (1, 9999)}, "^K$"),
             "paths of another model": ({"ensemble": lambda s: s.rotary.ensemble}, "ensemble"),
@@ -150,7 +146,7 @@ GROUPS = (
         of="pairs",
         right={"one pair": {}},
         wrong={
-            **NO_BATCH,
+            "a batch of none": ({"batch_size": 0}, "batch_size"),
             "a pair the wrong way": [(3, 1)],
             "a pair beyond": [(1, 99)],
             "a map of no name": ({"map_types": ("spline",)}, "map_type"),
