@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from scipy import stats
 from torch import Tensor
 
 import tl_geometry as tlg
@@ -104,18 +105,24 @@ def test_near_prompts_have_the_gradients_scores(kind: str) -> None:
 @pytest.mark.parametrize("method", ["contrast", "gradient"])
 def test_pairs_of_any_lengths_and_batches_give_the_same_means(method: str) -> None:
     model = tiny("bridge", "llama")
-    rows = [row[:n] for row, n in zip(tokens(4, 9, seed=1), (9, 7, 9, 7))]
-    others = [row[:n] for row, n in zip(tokens(4, 9, seed=2), (9, 7, 9, 7))]
+    rows, others = (
+        [row[: 9 - i % 2] for i, row in enumerate(tokens(10, 9, seed=seed))] for seed in (1, 2)
+    )
     options: dict[str, Any] = {"answer": (5, 9), "method": method}
     whole = tlg.edge_scores(model, rows, counterfactual=others, **options)
     split = tlg.edge_scores(model, rows, counterfactual=others, batch_size=1, **options)
     each = [
-        tlg.edge_scores(model, a[None], counterfactual=b[None], **options).scores
+        tlg.edge_scores(model, a[None], counterfactual=b[None], **options)
         for a, b in zip(rows, others)
     ]
-    for found in (split.scores, torch.stack(each).mean(0)):
+    for found in (split.scores, torch.stack([x.scores for x in each]).mean(0)):
         assert float((found - whole.scores).abs().max()) < 1e-5 * float(whole.scores.abs().max())
-    assert whole.errors.isnan().all()  # four pairs have no standard error
+    assert each[0].errors.isnan().all()  # one pair has no standard error, ten have
+    nodes = torch.stack([x.node_scores for x in each]).numpy()
+    low, high = stats.t.interval(0.95, 9, nodes.mean(0), stats.sem(nodes))
+    table = whole.nodes().df.set_index("writer").loc[list(whole.layout.writers)]
+    for column, wanted in (("low", low), ("high", high)):
+        assert table[column].to_numpy() == pytest.approx(wanted, rel=1e-3, abs=1e-5)
 
 
 @every_kind

@@ -110,8 +110,11 @@ def test_tokens_sum_to_the_logit_and_edges_to_their_node(kind: str, keep: float)
     assert len(into) > (20 if keep == 1 else 2)
     assert float((into - nodes[into.index]).abs().max()) < within
     assert nodes["target"] == pytest.approx(graph.value, abs=within)
+    out = summed(graph, "source", ("value",)).drop("constants", errors="ignore")
+    rest = graph.nodes[graph.nodes["kind"] == "rest"].set_index("node")["value"]
+    assert float((rest - out.reindex(rest.index, fill_value=0.0)).abs().sum()) < within
+    assert (len(rest) == 0) == (keep == 1)
     if keep == 1:
-        out = summed(graph, "source", ("value",)).drop("constants", errors="ignore")
         assert float((out - nodes[out.index]).abs().max()) < within
         sides = (summed(graph, "target", (side,)) for side in ("query", "key"))
         query, key = (side[[name for name in side.index if name != "target"]] for side in sides)

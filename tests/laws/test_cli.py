@@ -100,15 +100,16 @@ def test_shards_join_to_the_basis_that_the_function_gives(
     assert torch.allclose(joined.mean, whole.mean, rtol=1e-6, atol=1e-8)
     assert torch.allclose(joined.pos, whole.pos, rtol=1e-6, atol=1e-7)
     # a file that is there stays, but with --force
-    before, again = paths[0].read_bytes(), [*words[:4], "--contexts", 2, "--seed", 3]
+    before, again = paths[0].read_bytes(), [*words[:4], "--contexts", 2, "--no-bos", "--seed", 3]
     again += ["--out", paths[0]]
     assert exit_code(again, monkeypatch) == 2
     assert paths[0].read_bytes() == before
     capsys.readouterr()
     assert exit_code([*again, "--force"], monkeypatch) == 0
     assert capsys.readouterr().err, "a bar"
+    cut: dict[str, Any] = {"n": 2, "prepend_bos": False, "seed": 3}
     less = tlg.PositionContext.load(paths[0])
-    some = tlg.decompose(model, tlg.windows(model, text, 512, n=2, seed=3), progress=False)
+    some = tlg.decompose(model, tlg.windows(model, text, 512, **cut), progress=False)
     assert torch.allclose(less.mean, some.mean, rtol=1e-6, atol=1e-8)
     assert (less.has_second_moments, parts[0].has_second_moments) == (False, True)
 
@@ -162,6 +163,10 @@ def test_report_takes_its_options(
     words = ("report", directory, "--corpus", directory / "text.txt", "--contexts", 40)
     words += ("--length", 16, "--sections", "weights, overview", "--seed", 3, "--quick")
     words += ("--dtype", "float64", "--processed", "--no-bos", "--out", tmp_path / "out")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").touch()
+    assert exit_code(words, monkeypatch) == 2
+    words += ("--force",)
     said = run(*words)
     assert re.match(r"Loading[\s\S]*Weights and the sphere: about[\s\S]*report\.html\n$", said)
     facts = dict(pd.read_csv(tmp_path / "out" / "overview.csv").to_numpy().tolist())

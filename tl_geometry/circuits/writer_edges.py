@@ -149,7 +149,7 @@ def composition(
     draws, seed, view = checks.count(draws, "draws"), check_seed(seed, "seed"), as_view(model)
     choice(parts, GRAINS, "parts")
     chosen = checks.heads(heads, view.n_layers, view.n_heads, layers)
-    order = sorted(chosen, key=lambda head: head[0])
+    order = sorted(chosen)
     source = as_tokens(view, tokens, prepend_bos=prepend_bos)
     rows = batch_of(batch_size, source.length, view.device)
     expected, got = "batches of at least 2 prompts", f"{len(source)} in batches of {rows}"

@@ -38,17 +38,13 @@ def _with(
 
 FIT = ("fit", "--corpus", "a.txt")
 COMMANDS = (
-    _with("an unknown option", fit("--nothing"), "nothing"),
     _with("contexts 0", fit("--contexts", "0"), "contexts"),
     _with("contexts beyond the corpus", fit("--contexts", "9999"), "contexts|windows"),
     _with("length 1", fit("--length", "1"), "length"),
     _with("a shard of none", fit("--shard", "0/2"), "shard"),
-    _with("a batch of none", fit("--batch-size", "0"), "batch"),
     _with("a seed below zero", fit("--seed", "-1"), "seed"),
-    _with("a corpus that is not there", ("fit", "--corpus", "no.txt"), "no.txt"),
     _with("a corpus that is a folder", ("fit", "--corpus", "."), "corpus"),
     _with("an empty corpus", FIT, "text|empty", {"a.txt": b""}),
-    _with("a device of no name", fit("--device", "toaster"), "device"),
     _with("a basis into a folder", fit("--out", "."), "out"),
     _with("a basis below a file", fit("--out", "a.txt/b.safetensors"), "out|a.txt"),
     _with("a basis over a file of the user", fit(), "--force", {**TEXT, "basis.safetensors": MINE}),

@@ -22,11 +22,6 @@ def flags(result: Any) -> str:
     return " ".join(result.provenance.flags)
 
 
-def mentions(word: str) -> Callable[[Scene, Any], bool]:
-    """The result carries a flag with this word."""
-    return lambda s, found: word in flags(found).lower()
-
-
 # ---- 1. padding whose token is BOS and EOS too
 
 
@@ -58,7 +53,7 @@ def _padding() -> Iterator[Row]:
                 lambda s, use=use, how=how: use(s, padded(s, **how)),
                 # text may end with one EOS
                 None if side == "one at the end" else "tokens",
-                holds=mentions("pad"),
+                holds=lambda s, found: "pad" in flags(found).lower(),
             )
         yield Row(
             f"1 no padding: {name}",

@@ -50,11 +50,6 @@ def copied(s: Scene, keep: bool) -> Any:
     return tlg.decompose(other, IDS, **QUIET)
 
 
-def parallel(s: Scene) -> Any:
-    model: Any = torch.nn.DataParallel(s.model)
-    return tlg.decompose(model, s.ids, **QUIET)
-
-
 # ---- 21. to 27.
 
 
@@ -97,7 +92,6 @@ ROWS: tuple[Row, ...] = (
             "split_scores": lambda s, ids: tlg.split_scores(s.model, ids, s.w.basis, heads="L1H0"),
         }.items()
     ),
-    Row("17 DataParallel", parallel, "model", error=tlg.UnsupportedModelError),
     Row("17 a deep copy beside its model", lambda s: copied(s, True)),
     Row("17 a deep copy of what is gone", lambda s: copied(s, False), "tiny"),
     Row(
