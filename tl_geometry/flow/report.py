@@ -58,6 +58,8 @@ def flow_report(
     >>> report.column("end", start=1)
     [2, 3, 4]
     """
+    known, got = isinstance(ensemble, Trajectories), type(ensemble).__name__
+    require(known, "trajectories", expected="those of trajectories(model, tokens)", got=got)
     # isotropy tests need 8 held-out trajectories, half of 16
     n, states = len(ensemble), ensemble.states
     expected, got = "at least 16 of two states", f"{n} of {len(states)}"

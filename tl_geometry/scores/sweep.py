@@ -28,7 +28,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry.base import checks
-from tl_geometry.base.errors import check_seed, fail, require
+from tl_geometry.base.errors import fail, require
 from tl_geometry.corpus.passes import batches, cuts
 from tl_geometry.corpus.sources import as_tokens
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
@@ -145,7 +145,6 @@ def sweep_heads(
         fail("basis", expected="a PositionContext", got=None, instead=instead)
     fits, expected = parts == PARTS[1:], f'{PARTS[1:]}, "writers" or "blocks"'
     require(fits, "parts", expected=expected, got=parts, instead="split_scores(..., parts=...)")
-    check_seed(seed, "seed")
     chosen = checks.heads(heads, view.n_layers, view.n_heads, layers)
     source = as_tokens(view, windows, prepend_bos=prepend_bos)
     swept = sorted({layer for layer, _ in chosen})

@@ -248,6 +248,7 @@ GROUPS = (
         },
         wrong={
             "a report of fifteen": (lambda s: tlg.flow_report(paths(s, 15, 2)), "trajectories"),
+            "a report of tokens": (lambda s: tlg.flow_report(s.ids), "trajectories"),
             "of one state": (lambda s: tlg.flow_report(paths(s, 16, 1)), "trajectories"),
             "of two": (lambda s: flow.compare_ensembles({"a": paths(s, 2, 2)}), "trajectories"),
             "none": (lambda s: flow.compare_ensembles({}), "ensembles"),

@@ -43,7 +43,6 @@ HEADS = {
     "a layer beyond the last": ({"heads": "L99H0"}, "layer|head"),
     "a head below zero": ({"heads": [(1, -1)]}, "head"),
     "a head by words": ({"heads": "induction"}, "head"),
-    "half a head": ({"heads": [(1, 0.5)]}, "head"),
     "no heads": ({"heads": []}, "head"),
     "a number as heads": ({"heads": 7}, "head"),
 }
