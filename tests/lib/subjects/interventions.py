@@ -250,24 +250,6 @@ def paths(e: Any) -> Answers:
     return beside_controls(e) | {"sets of heads": ["L0H1"]}
 
 
-def surrogates(e: Any) -> Answers:
-    """Loss with each part of W_QK in its place."""
-    return {
-        "parts": list(e.edits),
-        "loss, clean": e.clean.mean(),
-        "loss": e.edited.mean(1),
-    }
-
-
-def _surrogates(w: World) -> Any:
-    edit = partial(live.surrogate, w.model, w.basis, [(1, head) for head in range(4)], rank=4)
-    parts = ("low_rank", "none") if w.rotary else ("structured", "low_rank", "diagonal", "none")
-    edits = {part: edit(part=part) for part in parts}
-    if not w.rotary:
-        edits["random"] = edit(part="structured", random=True)
-    return live.effects(w.model, w.prompts, edits)
-
-
 def _measured(w: World, edits: Any, metric: str = "difference", **options: Any) -> Any:
     right, wrong = zip(*w.answers)
     if metric == "difference":
@@ -357,12 +339,6 @@ EFFECTS = (
         order={"effect by prompt": -1, "metric, clean": 0},
         tolerance=RUNS,
         real=("frozen between",),
-    ),
-    Subject(
-        name="effects of surrogates",
-        covers=("effects",),
-        call=_surrogates,
-        answers=surrogates,
     ),
 )
 SUBJECTS = (*EDITS, *EFFECTS)

@@ -220,7 +220,7 @@ GROUPS = (
             "no control": (lambda s: effects(s, None).excess("0", "heads"), "^control$"),
             "a loss of BERT": (lambda s: encoder(zero, "loss"), "effects", UNSUPPORTED),
             "a term by number": (lambda s: edits.term(s.model, s.w.basis, 7), "^term$"),
-            "a term of a number": (lambda s: edits.term(s.model, s.w.basis, ["pos", 7]), "^term$"),
+            "a term of a number": (lambda s: edits.term(s.model, s.w.basis, [7]), "^term$"),
             "erased": (lambda s: edits.term(s.model, s.w.basis, "content", how="x"), "^how$"),
             "a term of one": (lambda s: edits.term(s.model, one(s), "content"), "interventions"),
             "a mean plane": (lambda s: edits.planes(s.rotary.model, [0], how="mean"), "^how$"),
