@@ -225,7 +225,7 @@ GROUPS = (
             "a term of one": (lambda s: edits.term(s.model, one(s), "content"), "interventions"),
             "a mean plane": (lambda s: edits.planes(s.rotary.model, [0], how="mean"), "^how$"),
             "a draw": (lambda s: edits.planes(s.rotary.model, [0], draw=-1), "^draw$"),
-            "a path by no name": (lambda s: edits.path(s.model, "L0H0", "mlp1", by="x"), "^by$"),
+            "another's basis": (lambda s: edits.term(s.rotary.model, s.w.basis, "token"), "basis"),
             "hooks twice": (lambda s: inside(s, s.ids, times=2), "inside an edit"),
             "prompts without BOS": (lambda s: inside(s, s.ids[:, 1:]), "tokens"),
             "a mean over one": (lambda s: inside(s, s.ids[:1], mean(s)), "prompts|tokens"),
