@@ -196,6 +196,12 @@ def test_random_controls_are_drawn_by_seed_and_shared() -> None:
     same = {str(s): interventions.planes(model(), [1], "L0H1", draw=s) for s in (5, 6, 7)}
     wanted = interventions.effects(model(), IDS, same).edited
     assert torch.allclose(drawn.controls["plane", "random planes"], wanted, atol=1e-6)
+    edge = lambda writer: interventions.edge(model(), IDS, writer, "L1H0")
+    found = interventions.effects(model(), IDS, {"": edge("L0H1")}, control="writers", draws=3)
+    rest = ("embed", "L0H0", "L0H2", "L0H3", "mlp0")
+    others = interventions.effects(model(), IDS, {name: edge(name) for name in rest}).edited
+    for draw in found.controls["", "random writers"]:  # one that comes before, and is no part
+        assert float((others - draw).abs().amax(1).min()) < 1e-6
 
 
 def test_a_planted_head_is_found_and_its_path() -> None:

@@ -445,10 +445,8 @@ def test_sums_of_edits_are_edits() -> None:
     kind = "llama"
     right = decoder(kind)
     hooks = edits.edit_terms(right, 1, [0], basis(kind, 1), edits.removing(("cvec", "cvec")))
-    hooks = {
-        **hooks,
-        **edits.knockout(right, {(0, 1): torch.zeros_like(run(kind)["z", 0][:, :, 1])}),
-    }
+    silent = {(0, 1): torch.zeros_like(run(kind)["z", 0][:, :, 1])}
+    hooks = {**hooks, **edits.knockout(right, silent)}
     make = lambda m: (
         interventions.term(m, exact_basis(kind), "content", "L1H0")
         + interventions.heads(m, "L0H1", by="zero")

@@ -170,8 +170,8 @@ def alibi_slopes(heads: int) -> Float[Tensor, " head"]:
     """ALiBi slopes (Press et al. 2022): ``2^(-8 (h+1) / H)`` for H heads, a power of two; otherwise
     those of the power below, then every other one of its double.
 
-    >>> alibi_slopes(4).tolist()
-    [0.25, 0.0625, 0.015625, 0.00390625]
+    >>> alibi_slopes(4).tolist(), alibi_slopes(3).tolist()
+    ([0.25, 0.0625, 0.015625, 0.00390625], [0.0625, 0.00390625, 0.25])
     """
     closest = 2 ** math.floor(math.log2(heads))
     main = [2 ** (-8 * (h + 1) / closest) for h in range(closest)]

@@ -10,7 +10,7 @@ import torch
 import tl_geometry as tlg
 from tests.tables.refusals.changed_models import made
 from tests.tables.refusals.models import of_transformers
-from tests.tables.refusals.row import NAN, NOT_A_BASIS, Scene, calls
+from tests.tables.refusals.row import NAN, Scene, calls
 from tl_geometry import flow, interventions, measures, models, papers, sphere, weights
 
 UNSUPPORTED = tlg.UnsupportedModelError
@@ -169,9 +169,7 @@ GROUPS = (
             "one normalised": (lambda s: against(s, s.w.basis, s.w.normalized_basis), "^b$"),
             "states": (lambda s: against(s, other(s, states=[0]), other(s, states=[1])), "states"),
             "more directions": (lambda s: against(s, s.w.basis, other(s), 19), "^rank$"),
-            "a path beside": (lambda s: against(s, s.w.basis, NOT_A_BASIS), "basis"),
             "a curve of both": (lambda s: curve(s.w.basis, "both"), "^of$"),
-            "a curve of a table": (lambda s: curve(s.w.basis.anova()), "basis"),
             "position in one context": (lambda s: curve(one(s)), "report"),
             "one context": (lambda s: curve(one(s), CONTEXT), "report"),
             "differences below 0": (lambda s: measures.smoothness(noise(6, 3), -1), "^m$"),
@@ -192,7 +190,6 @@ GROUPS = (
             "contexts in words": (lambda s: other(s, keep_ctx="yes"), "keep_ctx"),
             "no process group": (lambda s: other(s, group="world"), "^group$"),
             "BOS to be added": (lambda s: bos(s, True), "prepend_bos"),
-            "BOS in words": (lambda s: bos(s, "no"), "prepend_bos"),
             "into a folder": (lambda s: s.w.basis.save(s.folder), "."),
             "fewer positions": (lambda s: s.w.basis.transform(s.w.stream(), [1, 2]), "positions"),
         },

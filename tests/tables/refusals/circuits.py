@@ -75,7 +75,6 @@ def shared(s: Scene, source: Any = None, layer: int = 1, **options: Any) -> Any:
 NEITHER = {
     "answers in words": ({"answer": "x y z"}, "answer"),
     "equal answers": ({"answer": (5, 5)}, "answer"),
-    "fractions as answers": ({"answer": (5.0, 6.0)}, "answer"),
     "answers beyond the vocabulary": ({"answer": (5, 10**6)}, "answer|other"),
     "answers of three prompts": ({"answer": [(5, 6)] * 3}, "answer"),
 }

@@ -144,6 +144,7 @@ GROUPS = (
             "other heads for an MLP": ({"heads": ["L1H0", "mlp0"], "control": "heads"}, "control"),
             "one draw": ({"control": "heads", "draws": 1}, "draws"),
             "a position beyond": ({"position": 99}, "position"),
+            "a position of no name": ({"position": "end"}, "position"),
         },
     ),
     Group(

@@ -41,7 +41,6 @@ BASES = {
 HEADS = {
     "a head beyond the last": ({"heads": "L1H99"}, "head"),
     "a layer beyond the last": ({"heads": "L99H0"}, "layer|head"),
-    "a head below zero": ({"heads": [(1, -1)]}, "head"),
     "a head by words": ({"heads": "induction"}, "head"),
     "no heads": ({"heads": []}, "head"),
     "a number as heads": ({"heads": 7}, "head"),
