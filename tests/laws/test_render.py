@@ -239,7 +239,9 @@ def anova() -> Any:
 def test_a_figure_is_the_same_in_every_form_and_run(tmp_path: Path) -> None:
     table = anova()
     first, second = render.variance_shares(table), render.variance_shares(table)
+    canvas = first.figure.canvas
     assert first.svg() == second.svg()
+    assert first.figure.canvas is canvas  # a figure on a screen stays there
     for form, starts in (("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")):
         assert first.save(tmp_path / f"x.{form}").read_bytes().startswith(starts)
     assert "prefers-color-scheme:dark" in first.html()

@@ -38,9 +38,7 @@ def _with(
 
 FIT = ("fit", "--corpus", "a.txt")
 COMMANDS = (
-    _with("contexts 0", fit("--contexts", "0"), "contexts"),
     _with("contexts beyond the corpus", fit("--contexts", "9999"), "contexts|windows"),
-    _with("length 1", fit("--length", "1"), "length"),
     _with("a shard of none", fit("--shard", "0/2"), "shard"),
     _with("a corpus that is a folder", ("fit", "--corpus", "."), "corpus"),
     _with("an empty corpus", FIT, "text|empty", {"a.txt": b""}),
