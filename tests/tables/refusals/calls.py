@@ -231,6 +231,7 @@ GROUPS = (
             "a model that has changed": (lambda s: scaled(1.5), "edit"),
             "floats": (lambda s: tlg.view(s.model).logits(s.ids.float()), "tokens"),
             "text without a tokenizer": (lambda s: tlg.windows(made("gpt2"), "a b c", 2), "."),
+            "redrawn": (lambda s: models.reinitialized(s.model, how="x").__enter__(), "^how$"),
             "no file": (lambda s: models.load("basis.safetensors"), "^path$"),
         },
     ),

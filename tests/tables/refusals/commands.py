@@ -40,7 +40,6 @@ FIT = ("fit", "--corpus", "a.txt")
 COMMANDS = (
     _with("contexts beyond the corpus", fit("--contexts", "9999"), "contexts|windows"),
     _with("a shard of none", fit("--shard", "0/2"), "shard"),
-    _with("a corpus that is a folder", ("fit", "--corpus", "."), "corpus"),
     _with("an empty corpus", FIT, "text|empty", {"a.txt": b""}),
     _with("a basis into a folder", fit("--out", "."), "out"),
     _with("a basis below a file", fit("--out", "a.txt/b.safetensors"), "out|a.txt"),
