@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tl_geometry.base.checks import require_default_device
+from tl_geometry.base.checks import describe, require_default_device
 from tl_geometry.base.errors import require
 from tl_geometry.base.tables import Table
 from tl_geometry.flow import maps, noise
@@ -58,12 +58,10 @@ def flow_report(
     >>> report.column("end", start=1)
     [2, 3, 4]
     """
-    known, got = isinstance(ensemble, Trajectories), type(ensemble).__name__
-    require(known, "trajectories", expected="those of trajectories(model, tokens)", got=got)
     # isotropy tests need 8 held-out trajectories, half of 16
-    n, states = len(ensemble), ensemble.states
-    expected, got = "at least 16 of two states", f"{n} of {len(states)}"
-    require(n >= 16 and len(states) >= 2, "trajectories", expected=expected, got=got)
+    states = ensemble.states if isinstance(ensemble, Trajectories) else ()
+    fits, got = len(states) >= 2 and len(ensemble) >= 16, describe(getattr(ensemble, "X", ensemble))
+    require(fits, "trajectories", expected="Trajectories, 16 of two states or more", got=got)
     map_types = maps.map_names(map_types, maps.MAPS)
     train, test = ensemble.split(train_share, seed=seed)
     inside, outside = (vars(part)["X"].unbind(1) for part in (train, test))  # no copies
