@@ -111,6 +111,7 @@ GROUPS = (
             ),
             "nothing kept": ({"keep": 0.0}, "keep"),
             "NaN kept": ({"keep": NAN}, "keep"),
+            "20 a share in words": ({"keep": "0.5"}, "keep"),
             "MLPs of no kind": ({"mlp": "relu"}, "mlp"),
         },
     ),

@@ -39,16 +39,12 @@ def _with(
 FIT = ("fit", "--corpus", "a.txt")
 COMMANDS = (
     _with("contexts beyond the corpus", fit("--contexts", "9999"), "contexts|windows"),
-    _with("a shard of none", fit("--shard", "0/2"), "shard"),
-    _with("an empty corpus", FIT, "text|empty", {"a.txt": b""}),
     _with("a basis into a folder", fit("--out", "."), "out"),
     _with("a basis below a file", fit("--out", "a.txt/b.safetensors"), "out|a.txt"),
     _with("a basis over a file of the user", fit(), "--force", {**TEXT, "basis.safetensors": MINE}),
     _with("a report into a file", ("report", "--out", "a.txt"), "out|a.txt"),
     _with("a report over one's file", ("report", "--out", "."), "--force", {"report.html": MINE}),
     _with("a device that no machine has", trace("--device", "cuda:99"), "device"),
-    _with("sections of no name", ("report", "--sections", "heads,bodies"), "sections"),
-    _with("a model that is not there", ("check", "gpt-99"), "gpt-99|name"),
     _with("a folder without a model", ("check", "."), "config.json"),
 )
 TAKEN = {

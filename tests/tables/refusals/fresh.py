@@ -217,6 +217,7 @@ ROWS: tuple[Row, ...] = (
         Row(f"3 products of medium precision: {name}", lowered(call), ".")
         for name, call in PASSES.items()
     ),
+    *(Row(f"3 products of full precision: {n}", call) for n, call in PASSES.items()),
     *(
         Row(f"4, 23 after the basis, other {how}", changed(how), "basis")
         for how in (
