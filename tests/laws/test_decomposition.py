@@ -190,6 +190,16 @@ def test_no_group_cuts_through_a_document_unless_it_is_said(sizes: list[int], gr
         assert ("several groups" in grouped(torch.arange(contexts) % 2)[1]) == (groups > 1)
 
 
+def test_documents_keep_their_names_and_shards_their_groups() -> None:
+    h, names = random_states(1, 16, 4, 3), [f"d{c // 2}" for c in range(16)]
+    whole = decompose_activations(h, labels=names)
+    halves = [decompose_activations(h[:, at], labels=names[at]) for at in (slice(7), slice(7, 16))]
+    for basis in (whole, PositionContext.merge(halves)):
+        assert [basis.label_names[i] for i in torch.as_tensor(basis.labels)] == names
+    each = [decompose_activations(h[:, 4 * i : 4 * i + 4], groups=4) for i in range(4)]
+    assert PositionContext.merge(each).group_counts.tolist() == [4] * 4
+
+
 def planted(contexts: int, seed: int, *, size: float = 0.2) -> Tensor:
     """Two states: noise, correlated along the window, with a positional effect of some size."""
     g = torch.Generator().manual_seed(seed)
@@ -226,11 +236,12 @@ def test_intervals_are_those_of_decompositions_without_each_group(
 def test_reliability_and_the_debiased_share_tell_signal_from_noise() -> None:
     generator = torch.Generator().manual_seed(3)
     noise = torch.randn(1, 200, 12, 16, generator=generator, dtype=torch.float64)
-    table = decompose_activations(noise).anova()
+    table = decompose_activations(noise.expand(3, -1, -1, -1)).anova()
     assert 0.5 / 200 < table.shares["pos"][0] < 2.0 / 200  # noise leaves 1/C in the plain share
     assert table.pos_debiased[0] < 0.2 / 200
     assert abs(table.pos_reliability[0]) < 0.3
     assert "reliability" in table.remarks[0]
+    assert table.provenance.flags[0].endswith("in states 0 to 2")
     curve = torch.randn(12, 16, generator=generator, dtype=torch.float64)
     signal = decompose_activations(noise + curve).anova()
     assert signal.pos_reliability[0] > 0.95
@@ -278,14 +289,12 @@ def test_the_largest_tokens_are_those_of_the_states_themselves() -> None:
             assert float(vector.norm()) == row["norm"]
             assert int(vector.abs().argmax()) == row["coordinate"]
         squares = order.square()
-        top = 2  # 0.1% of 2,360 tokens
-        share = float(squares[:top].sum() / squares.sum())
+        share = float(squares[:2].sum() / squares.sum())  # 0.1% of 2,360 tokens
         held = basis.sinks(state)
         assert held.share == pytest.approx(share, rel=1e-12)
         assert float(basis.anova().top_share[state]) == held.share
-        assert rows["share"].sum() == pytest.approx(
-            float(squares[: len(rows)].sum() / squares.sum())
-        )
+        shares = squares[: len(rows)] / squares.sum()
+        assert rows["share"].tolist() == pytest.approx(shares.tolist())
         assert float(rows["rms"].iloc[0]) == pytest.approx(float(squares.mean().sqrt()))
 
 

@@ -36,11 +36,7 @@ def random_states(
     generator = torch.Generator().manual_seed(seed)
     draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
     h = draw(states, contexts, positions, d_model) @ draw(d_model, d_model)
-    h = (
-        h
-        + offset * draw(states, 1, 1, d_model)
-        + draw(states, 1, positions, d_model)
-        + draw(states, contexts, 1, d_model)
-    )
+    h = h + offset * draw(states, 1, 1, d_model) + draw(states, 1, positions, d_model)
+    h = h + draw(states, contexts, 1, d_model)
     h[..., 0] += 50 * offset
     return h

@@ -96,9 +96,6 @@ class World:
         self.corpus, self.fresh, self.pilots = inputs.corpus, inputs.fresh, inputs.pilots
         self.answers = inputs.answers
 
-    def __repr__(self) -> str:
-        return f"World({self.kind}, {self.loading})"
-
     def changed(self, **inputs: Tensor) -> World:
         """The same model with other inputs; everything made of them is made anew."""
         return World(self.kind, self.model, replace(self.inputs, **inputs), self.loading)

@@ -45,8 +45,7 @@ def _parts(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, Tensor]]:
     """Modules, parameters and buffers, looked up once: to list them takes longer than all else."""
     tensors = dict(model.named_parameters())
     # TransformerLens grows the mask and the bias of ALiBi with the length of a prompt
-    grows = ("mask", "alibi")
-    tensors |= {n: b for n, b in model.named_buffers() if not n.endswith(grows)}
+    tensors |= {n: b for n, b in model.named_buffers() if not n.endswith(("mask", "alibi"))}
     return dict(model.named_modules()), tensors
 
 

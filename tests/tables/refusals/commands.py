@@ -36,7 +36,6 @@ def _with(
     return Command(name=name, words=words, what=what, files=TEXT if files is None else files)
 
 
-FIT = ("fit", "--corpus", "a.txt")
 COMMANDS = (
     _with("contexts beyond the corpus", fit("--contexts", "9999"), "contexts|windows"),
     _with("a basis into a folder", fit("--out", "."), "out"),
