@@ -7,10 +7,12 @@ from __future__ import annotations
 import re
 import tracemalloc
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from hypothesis import given
@@ -116,6 +118,41 @@ def test_bos_is_the_models_own_default_and_is_never_doubled(
     assert refused(lambda: as_tokens(without, "w4", prepend_bos=True)).what == "prepend_bos"
     monkeypatch.setattr(model.cfg, "default_prepend_bos", False)  # as of Pythia and Qwen
     assert not tlg.windows(model, text(body), 5).has_bos
+
+
+def test_every_function_reads_text_as_the_ids_that_it_is(model: Any) -> None:
+    """Without BOS, which the model would add by itself (the twin)."""
+    ids = torch.randint(4, VOCAB, (2, 12, 7), generator=torch.Generator().manual_seed(0))
+    texts = [[text(row) for row in half] for half in ids.tolist()]
+    quiet: dict[str, Any] = {"progress": False}
+    basis, edits = tlg.decompose(model, ids[0], **quiet), tlg.interventions
+    head, pair = {"heads": "L1H0"}, {"circuit": "L1H0", "answer": (5, 9)}
+    zeros = edits.each(model, by="zero")
+
+    def edited(edit: Any) -> Any:
+        with edit, torch.no_grad():
+            return pd.DataFrame(model(ids[0], return_type="logits")[:, -1])
+
+    calls: tuple[Callable[..., Any], ...] = (
+        lambda x, y, **o: tlg.decompose(model, x, **quiet, **o).anova().to_dataframe(),
+        lambda x, y, **o: tlg.split_scores(model, x, basis, **head, **o).to_dataframe(),
+        lambda x, y, **o: tlg.split_values(model, x, basis, **head, **o).to_dataframe(),
+        lambda x, y, **o: tlg.sweep_heads(model, x, basis, **quiet, **o).to_dataframe(),
+        lambda x, y, **o: tlg.sweep_heads(model, x, parts="blocks", **quiet, **o).to_dataframe(),
+        lambda x, y, **o: tlg.trace_logit(model, x[:1], 5, **o).nodes,
+        lambda x, y, **o: tlg.composition(model, x, draws=2, **head, **quiet, **o).to_dataframe(),
+        lambda x, y, **o: tlg.faithfulness(model, x, counterfactual=y, **pair, **o).to_dataframe(),
+        lambda x, y, **o: tlg.trajectories(model, x, **quiet, **o).to_dataframe(),
+        lambda x, y, **o: tlg.token_paths(model, x, **o).to_dataframe(),
+        lambda x, y, **o: edits.effects(model, x, zeros, **o).to_dataframe(),
+        lambda x, y, **o: edited(edits.heads(model, "L1H0", reference=x, **o)),
+        lambda x, y, **o: edited(edits.edge(model, x, "mlp0", "L1H0", **o)),
+    )
+    for number, call in enumerate(calls):
+        meant = call(*ids)
+        assert meant.equals(call(*texts, prepend_bos=False)), number
+        with suppress(tlg.GeometryError):
+            assert not meant.equals(call(*texts)), number
 
 
 @pytest.mark.parametrize(

@@ -315,6 +315,7 @@ def test_a_file_holds_mean_and_pos_and_all_else_only_if_asked(tmp_path: Path) ->
     for name in ("total", "pos", "ctx", "resid", "top_share"):
         assert close(getattr(lean.anova(), name), getattr(basis.anova(), name)), name
     assert lean.window == basis.window
+    assert torch.equal(lean.pos_at(7), lean.pos_seen[:, 7])
     assert (lean.ctx, lean.sample_states, lean.has_second_moments) == (None, None, False)
     assert lean.anova().intervals == {}
     assert basis.anova().intervals

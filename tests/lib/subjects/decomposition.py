@@ -114,13 +114,6 @@ SUBJECTS = (
         without={"order": NO_ORDER},
     ),
     Subject(
-        name="pos_at",
-        covers=("PositionContext",),
-        call=lambda w: torch.stack([w.basis.pos_at(t) for t in (0, 1, 7)]),
-        answers=lambda pos: {"pos at positions 0, 1, 7": pos},
-        gauge={"*": STATES},
-    ),
-    Subject(
         name="anova",
         covers=("PositionContext",),
         call=lambda w, **o: w.basis.anova(**o),

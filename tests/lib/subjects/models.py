@@ -4,7 +4,6 @@ the token windows that everything else runs on."""
 from __future__ import annotations
 
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -231,13 +230,6 @@ def _several(w: World) -> list[str]:
     return [" ".join(words[i : i + third]) for i in range(0, 3 * third, third)]
 
 
-def _of_file(w: World) -> Any:
-    with TemporaryDirectory() as directory:
-        path = Path(directory, "text.txt")
-        path.write_text(w.text, "utf-8")
-        return _of_text(w, texts=path)
-
-
 def _templates(w: World) -> Any:
     template = "w5 {a} w6 {b} w7 {a}" if w.tiny else "def {a}({b}): return {a}"
     words = ("w9", "w10", "w11", "w12") if w.tiny else ("get", "x", "set", "y")
@@ -272,12 +264,6 @@ CORPUS = (
         },
         seeds=(),
         real=("one text",),
-    ),
-    Subject(
-        name="windows of a file",
-        covers=("windows",),
-        call=_of_file,
-        answers=windows,
     ),
     Subject(
         name="spliced windows",

@@ -323,15 +323,6 @@ SUBJECTS = (
         batches=(3,),
     ),
     Subject(
-        name="the heads of largest share",
-        covers=("SweepTable",),
-        call=lambda w: (w.sweep.top("induction", 3), w.sweep.top("cs_cvec-cvec", 3)),
-        answers=lambda tops: {
-            "heads of most induction": labels(tops[0].heads),
-            "heads of most content": labels(tops[1].heads),
-        },
-    ),
-    Subject(
         name="head_type_scores",
         call=lambda w: scores.head_type_scores(w.split.pattern(), w.ids),
         answers=types_of_pattern,

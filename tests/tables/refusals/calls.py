@@ -29,14 +29,8 @@ def noise(*shape: int) -> torch.Tensor:
 
 
 def tables(s: Scene, ids: Any, quirks: Any = (), model: Any = None, **options: Any) -> Any:
-    given: dict[str, Any] = {
-        "contexts": 9,
-        "length": 32,
-        "fresh": 4,
-        "states": 2,
-        "topic_length": 8,
-    }
-    given |= {"topic_windows": 3, "quirks": quirks, **QUIET, **options}
+    given: dict[str, Any] = {"contexts": 9, "length": 32, "fresh": 4, "states": 2}
+    given |= {"topic_length": 8, "topic_windows": 3, "quirks": quirks, **QUIET, **options}
     return papers.song_zhong(model or s.model, ids, **given)
 
 
