@@ -127,7 +127,6 @@ def test_every_function_reads_text_as_the_ids_that_it_is(model: Any) -> None:
     quiet: dict[str, Any] = {"progress": False}
     basis, edits = tlg.decompose(model, ids[0], **quiet), tlg.interventions
     head, pair = {"heads": "L1H0"}, {"circuit": "L1H0", "answer": (5, 9)}
-    zeros = edits.each(model, by="zero")
 
     def edited(edit: Any) -> Any:
         with edit, torch.no_grad():
@@ -144,7 +143,7 @@ def test_every_function_reads_text_as_the_ids_that_it_is(model: Any) -> None:
         lambda x, y, **o: tlg.faithfulness(model, x, counterfactual=y, **pair, **o).to_dataframe(),
         lambda x, y, **o: tlg.trajectories(model, x, **quiet, **o).to_dataframe(),
         lambda x, y, **o: tlg.token_paths(model, x, **o).to_dataframe(),
-        lambda x, y, **o: edits.effects(model, x, zeros, **o).to_dataframe(),
+        lambda x, y, **o: edits.effects(model, x, edits.each(model, by="zero"), **o).to_dataframe(),
         lambda x, y, **o: edited(edits.heads(model, "L1H0", reference=x, **o)),
         lambda x, y, **o: edited(edits.edge(model, x, "mlp0", "L1H0", **o)),
     )

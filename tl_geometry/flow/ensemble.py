@@ -62,9 +62,9 @@ class Trajectories(Guarded, Result):
         """Some of the trajectories, in the given order (for instance without the outliers)."""
         n = len(self)
         rows = torch.tensor([count(row, "rows", -n, n - 1) for row in several(rows)])
+        require(len(rows) > 0, "rows", expected="one trajectory or more", got="none")
         X, provenance = vars(self)["X"][rows], replace(self.provenance, contexts=len(rows))
-        tokens = None if self.tokens is None else self.tokens[rows]
-        labels = None if self.labels is None else self.labels[rows]
+        tokens, labels = (None if x is None else x[rows] for x in (self.tokens, self.labels))
         return replace(self, X=X, tokens=tokens, labels=labels, provenance=provenance)
 
     def split(self, share: float = 0.5, *, seed: int = 0) -> tuple[Trajectories, Trajectories]:

@@ -194,6 +194,8 @@ def factorisation_gap(
     longest = max(float(rows.norm(dim=-1).max()) for rows in parts.values())
     expected, instead = "rows of norm at most 1", "rows / rows.norm(dim=-1, keepdim=True)"
     require(longest <= UNIT, "rows", expected=expected, got=f"{longest:.4g}", instead=instead)
+    alike = content.shape == position.shape
+    require(alike, "rows", expected="one of each part", got=f"{len(content)} and {len(position)}")
     unknown = sorted(map(str, set(coefficients) - set(product(PARTS, PARTS))))
     expected = "pairs of 'content' and 'position'"
     require(not unknown, "coefficients", expected=expected, got=", ".join(unknown))

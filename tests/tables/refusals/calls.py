@@ -19,7 +19,6 @@ IDS, EYE, TEXT = torch.arange(400), torch.eye(3), "x = y\n" * 90
 PAIR, FINAL = {("content", "ctx"): EYE}, ("final_norm",)
 edits: Any = interventions  # calls that the annotations forbid
 theorem1, factorised, curve = papers.theorem1, papers.factorisation_gap, measures.learning_curve
-CONTEXT: Any = "context"
 aligned: Any = flow.fit_aligned_bases
 
 
@@ -139,6 +138,7 @@ GROUPS = (
             "rows with a mean": (lambda s: theorem1(noise(9, 4) + 1e-3, 3, 2), "^pos$"),
             "no cosine": (lambda s: theorem1(noise(9, 4), 0, 2), "^k$"),
             "no differences": (lambda s: theorem1(noise(9, 4), 3, 0), "^m$"),
+            "other rows": (lambda s: factorised(EYE, EYE[:2], {}), "^rows$"),
             "longer rows": (lambda s: factorised(1.001 * EYE, EYE, {}), "^rows$"),
             "other parts": (lambda s: factorised(EYE, EYE, PAIR), "coefficients"),
         },
@@ -165,7 +165,7 @@ GROUPS = (
             "more directions": (lambda s: against(s, s.w.basis, other(s), 19), "^rank$"),
             "a curve of both": (lambda s: curve(s.w.basis, "both"), "^of$"),
             "position in one context": (lambda s: curve(one(s)), "report"),
-            "one context": (lambda s: curve(one(s), CONTEXT), "report"),
+            "one context": (lambda s: curve(one(s), "context"), "report"),
             "differences below 0": (lambda s: measures.smoothness(noise(6, 3), -1), "^m$"),
             "seven values": (lambda s: measures.screenot(noise(7).abs(), (9, 8), k=2), "singular"),
             "a bound of 0": (lambda s: measures.screenot(noise(8).abs(), (9, 8), k=0), "^k$"),
@@ -244,6 +244,7 @@ GROUPS = (
             "of one state": (lambda s: tlg.flow_report(paths(s, 16, 1)), "trajectories"),
             "of two": (lambda s: flow.compare_ensembles({"a": paths(s, 2, 2)}), "trajectories"),
             "none": (lambda s: flow.compare_ensembles({}), "ensembles"),
+            "a pick of none": (lambda s: s.w.ensemble.pick([]), "^rows$"),
             "an alignment of no name": (lambda s: aligned(s.w.ensemble.X, align="x"), "align"),
             "two axes": (lambda s: aligned(noise(4, 5)), "trajectories"),
             "NaN": (lambda s: aligned(NAN * noise(9, 3, 4)), "trajectories|state"),
