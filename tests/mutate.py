@@ -26,6 +26,7 @@ import argparse
 import json
 import os
 import random
+import re
 import shlex
 import shutil
 import subprocess
@@ -228,13 +229,16 @@ def tests_of(
 ) -> list[tuple[list[str], float]]:
     """Tests that call the function of a fault, and how long they take, for one process after the
     other. The quick ones come first, file by file; those of the fault's package look most closely,
-    so their time counts a quarter. A process imports all its files before it runs a test, so the
-    quickest (:data:`QUICK`) have a process of their own."""
-    own, found = f"tests/laws/test_{fault.package}", []
+    and the table of refusals where something is refused, so their time counts a quarter. A process
+    imports all its files before it runs a test, so the quickest (:data:`QUICK`) have a process of
+    their own."""
+    closely, found = (f"tests/laws/test_{fault.package}",), []
+    if re.search(r"\b(require|fail|checks)\b", fault.before):
+        closely += ("tests/tables/test_refusals",)
     for name, file in covered.items():
         tests, seconds = file.reaching(home, name)
         if tests:
-            found.append((seconds / 4 if name.startswith(own) else seconds, tests, seconds))
+            found.append((seconds / 4 if name.startswith(closely) else seconds, tests, seconds))
     found.sort(key=lambda entry: entry[0])
     runs: list[tuple[list[str], float]] = [([], 0.0)]
     for _, tests, seconds in found:

@@ -101,11 +101,8 @@ def test_shares_are_those_of_the_terms_as_matrices(
 
 @given(seed=SEEDS, cut=st.integers(1, 4), cap=st.sampled_from([None, 3.0]))
 def test_sums_add_up_over_contexts_and_over_parts(seed: int, cut: int, cap: float | None) -> None:
-    q, k, mask = (
-        draw(4, 5, 12, 2, 4, seed=seed),
-        draw(4, 5, 12, 2, 4, seed=seed + 9),
-        mask_of("causal", 12),
-    )
+    q, k = (draw(4, 5, 12, 2, 4, seed=s) for s in (seed, seed + 9))
+    mask = mask_of("causal", 12)
     whole = share_sums(q, k, mask, softcap=cap)
     pieces = [
         share_sums(q[:, at], k[:, at], mask, softcap=cap) for at in (slice(cut), slice(cut, None))
@@ -122,11 +119,8 @@ def test_sums_add_up_over_contexts_and_over_parts(seed: int, cut: int, cap: floa
 @given(seed=SEEDS)
 def test_a_constant_of_each_row_changes_nothing(seed: int) -> None:
     """Unless a soft cap acts on the scores themselves; and queries have no such gauge."""
-    q, k, mask = (
-        draw(3, 2, 8, 2, 4, seed=seed),
-        draw(3, 2, 8, 2, 4, seed=seed + 50),
-        mask_of("causal", 8),
-    )
+    q, k = (draw(3, 2, 8, 2, 4, seed=s) for s in (seed, seed + 50))
+    mask = mask_of("causal", 8)
     constant = draw(3, 2, 1, 2, 4, seed=seed + 9)
     before, shifted = (share_sums(q, x, mask) for x in (k, k + constant))
     for name in ("numerators", "gains", "total", "gain_total"):
@@ -139,11 +133,8 @@ def test_a_constant_of_each_row_changes_nothing(seed: int) -> None:
 
 @given(seed=SEEDS, planes=st.integers(1, 4))
 def test_planes_sum_to_their_terms(seed: int, planes: int) -> None:
-    q, k, mask = (
-        draw(2, 2, 9, 2, 8, seed=seed),
-        draw(2, 2, 9, 2, 8, seed=seed + 9),
-        mask_of("causal", 9),
-    )
+    q, k = (draw(2, 2, 9, 2, 8, seed=s) for s in (seed, seed + 9))
+    mask = mask_of("causal", 9)
     plane = torch.arange(8) % planes
     sums = share_sums(q, k, mask, plane=plane)
     assert sums.by_plane is not None

@@ -226,6 +226,7 @@ def test_the_nulls_of_concentration_by_hand(matrix: str, end: int) -> None:
     """Of the state that a head reads and of the one to which it writes; of W without its
     diagonal."""
     h, view = states(1, position=0.3), tlg.view(tiny("bridge", "gpt2"))
+    h = torch.cat([h, states(2)], 2) if end else h  # more positions than coordinates
     fitted = tlg.decompose_activations(h)
     found = geometry(h, matrix=matrix, layers=0, draws=7, seed=5, shown=4)
     W_o = without_diagonal(dense(factors_at(view, 0, matrix)))
@@ -273,6 +274,10 @@ def test_the_nulls_of_concentration_by_hand(matrix: str, end: int) -> None:
     few = tlg.weight_geometry(tiny("bridge", "gpt2"), tlg.decompose_activations(h[:, :9]))
     assert few["p"].isnan().all()
     assert any("fewer than 10 contexts" in flag for flag in few.provenance.flags)
+    along = h - h.mean(1, keepdim=True)
+    along[..., 4] += torch.linspace(-1, 1, along.shape[2])  # position is one coordinate
+    one = tlg.weight_geometry(tiny("bridge", "llama"), tlg.decompose_activations(along))
+    assert [any("singular" in f for f in t.provenance.flags) for t in (one, four)] == [True, False]
 
 
 def test_extremes_equal_a_full_sort_and_ties_come_by_id() -> None:

@@ -184,14 +184,14 @@ def keyed(name: str, variant: str, answers: Mapping[str, Any]) -> dict[str, Entr
 
 
 def of_subject(kind: str, name: str, variant: str) -> dict[str, Entry]:
-    """The entries of a subject, as it answers now; of one kind also what its results say of
+    """The entries of a subject, as it answers now; of two kinds also what results say of
     themselves, without what machines and versions change."""
     from tests.lib.subjects import called
     from tests.lib.subjects.row import results_in
 
     result, answers, _ = called(kind, name, variant)
     said = []
-    for each in results_in(result) if kind == "gpt2" else ():
+    for each in results_in(result) if kind in ("gpt2", "llama") else ():
         p = each.provenance
         where = (p.corpus, p.token_hash, p.has_bos, p.window, p.contexts, p.normalized)
         flags = (flag for flag in p.flags if "transformer_lens" not in flag)

@@ -166,6 +166,9 @@ def is_short(result: Any) -> str:
         return lines[0][:80]
     if result.provenance.model and result.provenance.model not in lines[0]:
         return "not from what it was made"
+    hidden, sweep = len(frame(result).columns) - 16, isinstance(result, tlg.scores.SweepTable)
+    if hidden > 0 and f"{hidden} more column" not in said and not sweep:
+        return f"{hidden} columns are left out without a word"
     wide = [line for line in lines if len(line) > 3000]
     return f"{len(lines)} lines, {len(wide)} of them wide" if len(lines) > 30 or wide else ""
 

@@ -27,7 +27,7 @@ class Batch(NamedTuple):
 
     def sample(self, verify: Callable[..., None] | None = None) -> dict[str, Any]:
         """Keyword arguments of :meth:`ModelView.run_layers` and ``run_written`` that verify the
-        sampled context; ``verify`` is called with its view (and its writers) for further checks."""
+        sampled context; ``verify`` is called with its view (not by ``run_written``)."""
         return {"sample": (self.row, verify or (lambda *_: None))}
 
 

@@ -166,20 +166,13 @@ MODELS = (
         gauge={"*": LOADED},
     ),
     Subject(
-        name="load",
-        call=lambda w: models.load(EMBEDDED)(w.ids, return_type="logits"),
-        answers=lambda logits: {"log probabilities": logits.double().log_softmax(-1)},
-        only={"*": lambda w: w.kind == "embedded"},
-        order={"*": 0},
-        later={"*": 1},
-        without={"disturbs:torch's generator": DRAWS},
-    ),
-    Subject(
         name="embedded model",
-        covers=("zoo.embedded",),
-        call=lambda w, **o: zoo.embedded(**o)(w.ids, return_type="logits"),
+        covers=("zoo.embedded", "load"),
+        call=lambda w, folder=None, **o: (models.load(folder) if folder else zoo.embedded(**o))(
+            w.ids, return_type="logits"
+        ),
         answers=lambda logits: {"log probabilities": logits.double().log_softmax(-1)},
-        variants={"trained": {}, "untrained": {"trained": False}},
+        variants={"trained": {}, "untrained": {"trained": False}, "loaded": {"folder": EMBEDDED}},
         only={"*": lambda w: w.kind == "embedded"},
         order={"*": 0},
         later={"*": 1},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -151,6 +152,7 @@ GROUPS = (
             "a folder": lambda s: s.folder,
             "text": lambda s: s.path("t.safetensors", "text"),
             "one byte changed": ({"path": lambda s: altered(s)}, "safetensors|file"),
+            "another shape": ({"path": lambda s: altered(s, shape=True)}, "safetensors|file"),
             "cut": ({"path": lambda s: cut(s)}, "safetensors|file"),
             "another result": (
                 {"path": lambda s: s.w.sweep.save(s.folder / "t.safetensors")},
@@ -161,12 +163,13 @@ GROUPS = (
 )
 
 
-def altered(s: Scene) -> Any:
-    """A basis whose file has one other byte, among its numbers."""
+def altered(s: Scene, shape: bool = False) -> Any:
+    """A basis whose file has one other byte among its numbers, or two axes exchanged."""
     path = s.w.basis.save(s.folder / "b.safetensors")
     content = bytearray(path.read_bytes())
-    content[-9] ^= 64
-    path.write_bytes(content)
+    content[-9] ^= 0 if shape else 64
+    turned = re.sub(rb'"shape":\[(\d+),(\d+),', rb'"shape":[\2,\1,', content)
+    path.write_bytes(turned if shape else content)
     return path
 
 
