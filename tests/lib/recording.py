@@ -196,7 +196,8 @@ def of_subject(kind: str, name: str, variant: str) -> dict[str, Entry]:
         where = (p.corpus, p.token_hash, p.has_bos, p.window, p.contexts, p.normalized)
         flags = (flag for flag in p.flags if "transformer_lens" not in flag)
         about = (type(each).__name__, *where, p.preset, p.seed, *p.sources, *flags)
-        said.append("; ".join(map(str, (*about, getattr(each, "chance", "")))))
+        columns = " ".join(map(str, each.columns()))
+        said.append("; ".join(map(str, (*about, getattr(each, "chance", ""), columns))))
     return keyed(name, variant, answers | ({"said": said} if said else {}))
 
 
