@@ -107,7 +107,7 @@ def page(name: str) -> Any:
         "heads": lambda: render.heads(hostile_table("heads"), title=texts[0]),
         "graph": lambda: render.graph_page(hurt),
         "tokens": lambda: render.token_attribution(hostile_table("tokens"), title=texts[0]),
-        "attention": lambda: render.attention_heads(synthetic(2, len(texts), texts=texts)),
+        "attention": lambda: render.attention_heads(synthetic(1, len(texts), texts=texts)),
         "induction": lambda: render.induction(hurt),
     }
     return views[name]()
