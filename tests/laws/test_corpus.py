@@ -120,13 +120,14 @@ def test_bos_is_the_models_own_default_and_is_never_doubled(
     assert not tlg.windows(model, text(body), 5).has_bos
 
 
-def test_every_function_reads_text_as_the_ids_that_it_is(model: Any) -> None:
+def test_functions_read_text_as_the_ids_that_it_is(model: Any) -> None:
     """Without BOS, which the model would add by itself (the twin)."""
     ids = torch.randint(4, VOCAB, (2, 12, 7), generator=torch.Generator().manual_seed(0))
     texts = [[text(row) for row in half] for half in ids.tolist()]
     quiet: dict[str, Any] = {"progress": False}
     basis, edits = tlg.decompose(model, ids[0], **quiet), tlg.interventions
     head, pair = {"heads": "L1H0"}, {"circuit": "L1H0", "answer": (5, 9)}
+    known = tlg.circuits.dictionary((torch.ones(12, 7, 3), torch.eye(3, 32), torch.zeros(32)), 1)
 
     def edited(edit: Any) -> Any:
         with edit, torch.no_grad():
@@ -140,6 +141,7 @@ def test_every_function_reads_text_as_the_ids_that_it_is(model: Any) -> None:
         lambda x, y, **o: tlg.sweep_heads(model, x, parts="blocks", **quiet, **o).to_dataframe(),
         lambda x, y, **o: tlg.trace_logit(model, x[:1], 5, **o).nodes,
         lambda x, y, **o: tlg.composition(model, x, draws=2, **head, **quiet, **o).to_dataframe(),
+        lambda x, y, **o: tlg.circuits.feature_shares(model, x, known, **head, **o).to_dataframe(),
         lambda x, y, **o: tlg.faithfulness(model, x, counterfactual=y, **pair, **o).to_dataframe(),
         lambda x, y, **o: tlg.trajectories(model, x, **quiet, **o).to_dataframe(),
         lambda x, y, **o: tlg.token_paths(model, x, **o).to_dataframe(),

@@ -242,11 +242,8 @@ def test_the_nulls_of_concentration_by_hand(matrix: str, end: int) -> None:
         generator = torch.Generator().manual_seed(5 * 1_000_003 + state)
         z = torch.randn(7, D, 3, generator=generator, dtype=torch.float64)
         noise = around(resampling.window_means(fitted, state, signs))
-        return (
-            around(fitted.pos[state])[None],
-            noise,
-            torch.linalg.qr(z - z.mean(1, keepdim=True)).Q,
-        )
+        random = torch.linalg.qr(z - z.mean(1, keepdim=True)).Q
+        return around(fitted.pos[state])[None], noise, random
 
     shares = [
         ((V.mT[:, None] @ W_o @ U[:, None]).square().sum((-2, -1)) / size).mT

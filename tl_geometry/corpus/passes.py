@@ -26,8 +26,8 @@ class Batch(NamedTuple):
     row: int
 
     def sample(self, verify: Callable[..., None] | None = None) -> dict[str, Any]:
-        """Keyword arguments of :meth:`ModelView.run_layers` and ``run_written`` that verify the
-        sampled context; ``verify`` is called with its view (not by ``run_written``)."""
+        """Keyword arguments of :meth:`ModelView.run_layers` that verify the sampled context;
+        ``verify`` is called with its view for further checks."""
         return {"sample": (self.row, verify or (lambda *_: None))}
 
 

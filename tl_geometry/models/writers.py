@@ -222,15 +222,15 @@ def run_written(
     on_layer: OnWritten,
     *,
     verify: bool = True,
-    sample: tuple[int, object] | None = None,
+    sample: int | None = None,
     cache: Any = None,
 ) -> None:
     """One forward pass over ``tokens [batch position]`` (or a cache of it) that hands over each of
     ``layers`` with the writers of its input.
 
     With ``verify`` layers are verified as :meth:`ModelView.run_layers` does, and the writers are
-    added up and compared with the stream. ``sample`` begins with a row: that context alone is
-    verified, by itself in the same pass.
+    added up and compared with the stream. ``sample`` is a row: that context alone is verified,
+    by itself in the same pass.
     """
     writing, last = writing_of(view), max(layers)
     written: list[Written] = []
@@ -239,8 +239,8 @@ def run_written(
         if layer == 0:
             written.append(Written(view, writing, activations))
         if layer in layers and sample is not None:
-            one, every = view._sampled(layer, activations, sample[0])
-            context = written[0].context(sample[0])
+            one, every = view._sampled(layer, activations, sample)
+            context = written[0].context(sample)
             context.check(one.h, one.roundoff)
             on_layer(every, written[0])
         elif layer in layers:

@@ -183,7 +183,7 @@ def factorisation_gap(
         coefficients: A_ab by ("content", "position") and so on; a pair that is absent is zero.
 
     Returns both logarithms, r, its bound and mu, in float64.
-    Raises ``GeometryError`` for longer rows and for other names.
+    Raises ``GeometryError`` for longer rows, parts of two shapes and other names.
 
     >>> c, t = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.6, 0.8]])
     >>> gap = factorisation_gap(c, t, {("content", "content"): torch.ones(1, 1)})
@@ -194,8 +194,8 @@ def factorisation_gap(
     longest = max(float(rows.norm(dim=-1).max()) for rows in parts.values())
     expected, instead = "rows of norm at most 1", "rows / rows.norm(dim=-1, keepdim=True)"
     require(longest <= UNIT, "rows", expected=expected, got=f"{longest:.4g}", instead=instead)
-    alike = content.shape == position.shape
-    require(alike, "rows", expected="one of each part", got=f"{len(content)} and {len(position)}")
+    shapes, expected = [tuple(rows.shape) for rows in parts.values()], "two parts of one shape"
+    require(shapes[0] == shapes[1], "rows", expected=expected, got=shapes)
     unknown = sorted(map(str, set(coefficients) - set(product(PARTS, PARTS))))
     expected = "pairs of 'content' and 'position'"
     require(not unknown, "coefficients", expected=expected, got=", ".join(unknown))
