@@ -195,9 +195,8 @@ def test_equal_prompts_differ_in_nothing(kind: str) -> None:
         graph = tlg.trace_logit(
             exact(kind), PROMPTS[:1], ANSWER, counterfactual=PROMPTS[:1], keep=1.0
         )
-    assert graph.value == 0
-    assert size(graph) == 0
-    assert not graph.weights.any()
+    # two equal rows of one product differ by rounding on some processors
+    assert abs(graph.value) + size(graph) + float(graph.weights.abs().sum()) < 1e-11
 
 
 @pytest.mark.parametrize("times", [10.0, 200.0])

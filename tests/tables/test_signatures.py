@@ -41,9 +41,7 @@ ONLY = {
 }
 """Libraries that only these packages may import."""
 HEAVY = (*ONLY, "pandas", "transformers", "sklearn", "plotly")
-"""Libraries that nothing imports before it needs them."""
-DRAWS_TABLES = {"render", "report"}
-"""Packages about tables, which themselves load at their first use: they may import pandas."""
+"""Libraries that nothing imports before it needs them (ruff looks where modules import them)."""
 MOST_LINES, MOST_OF_A_FUNCTION = 400, 60
 UNSHOWN = 8
 """How many public functions show no example. This number only falls."""
@@ -63,34 +61,26 @@ def modules() -> dict[str, str]:
     return found
 
 
-def imports(source: str) -> list[tuple[str, bool]]:
-    """(dotted module, at import time) of every import, those of a name in quotes too."""
-    tree = ast.parse(source)
-    lazy: set[ast.AST] = set()
-    for node in ast.walk(tree):
-        typing_only = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or typing_only:
-            lazy.update(ast.walk(node))
-    found: list[tuple[str, bool]] = []
-    for node in ast.walk(tree):
+def imports(source: str) -> list[str]:
+    """The dotted module of every import, those of a name in quotes too."""
+    found: list[str] = []
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            found += [(alias.name, node not in lazy) for alias in node.names]
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found += [(f"{node.module}.{alias.name}", node not in lazy) for alias in node.names]
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "importlib.import_module":
-            found += [(str(name.value), False) for name in node.args if type(name) is ast.Constant]
+            found += [str(name.value) for name in node.args if type(name) is ast.Constant]
     return found
 
 
 def forbidden(name: str, source: str) -> list[str]:
     """What a module imports and must not."""
     mine, wrong = name.partition(".")[0], []
-    for dotted, eager in imports(source):
+    for dotted in imports(source):
         top, _, rest = dotted.partition(".")
         if top in ONLY and mine not in ONLY[top]:
             wrong.append(f"{name} imports {top}")
-        if top in HEAVY and eager and not (top == "pandas" and mine in DRAWS_TABLES):
-            wrong.append(f"{name} imports {top} at import time")
         later = PACKAGES[PACKAGES.index(mine) + 1 :] if mine else ()
         if top == "tl_geometry" and rest.partition(".")[0] in later:
             wrong.append(f"{name} imports {dotted}")
@@ -151,12 +141,10 @@ def test_packages_import_only_those_before_them() -> None:
         ("decomposition.sums", "def f():\n    from tl_geometry.scores import split_scores", True),
         ("scores.split", "def f():\n    importlib.import_module('tl_geometry.papers.x')", True),
         ("decomposition.sums", "def f():\n    import transformer_lens", True),
-        ("models.reader", "import transformer_lens", True),
-        ("render.basis", "import matplotlib.pyplot as plt", True),
+        ("flow.maps", "import matplotlib.pyplot as plt", True),
         ("decomposition.sums", "from tl_geometry.decomposition import moments", False),
         ("corpus.sources", "def f():\n    from tl_geometry.models import view", False),
         ("models.reader", "def f():\n    import transformer_lens", False),
-        ("render.basis", "def f():\n    import matplotlib", False),
     ],
 )
 def test_a_planted_import_is_caught(name: str, planted: str, caught: bool) -> None:
@@ -166,7 +154,7 @@ def test_a_planted_import_is_caught(name: str, planted: str, caught: bool) -> No
 def test_importing_the_package_is_light() -> None:
     assert loaded_by("import tl_geometry; dir(tl_geometry); tl_geometry.decompose") == set()
     # views draw tables and load no drawing library by their names; what they load is seen
-    drawing = "import tl_geometry.render as r; r.split, r.spirals, r.graph_page, r.plot"
+    drawing = "import tl_geometry.render as r; [getattr(r, name) for name in r.__all__]"
     assert loaded_by(drawing) == {"pandas"}
 
 
@@ -233,18 +221,6 @@ def silent(names: dict[str, Any]) -> set[str]:
     return found
 
 
-def untyped(names: dict[str, Any]) -> set[str]:
-    """Parameters and results of public functions without an annotation."""
-    found = set()
-    for name, function in functions(names):
-        signature = inspect.signature(function)
-        bare = [p.name for p in signature.parameters.values() if p.annotation is p.empty]
-        found |= {f"{name} {each}" for each in bare if each not in ("self", "cls")}
-        if signature.return_annotation is signature.empty:
-            found.add(f"{name} returns")
-    return found
-
-
 def loose(names: dict[str, Any]) -> set[str]:
     """Dataclasses that may change, that compare arrays by ``==``, and results whose fields may be
     given without their names."""
@@ -277,16 +253,6 @@ def test_public_names_say_what_they_do() -> None:
     Planted.__module__ = "tl_geometry.planted"
     found = silent({"f": planted, "g": lambda: None, "P": Planted})
     assert found == {"f: no example", "g: no text", "P.rows: no text"}
-
-
-def test_public_functions_have_annotations() -> None:
-    assert len(list(functions(public()))) > 150
-    assert untyped(public()) == set()
-
-    def planted(a, b: int = 1):
-        return a, b
-
-    assert untyped({"f": planted}) == {"f a", "f returns"}
 
 
 def test_dataclasses_do_not_change() -> None:

@@ -61,8 +61,9 @@ def fit_aligned_bases(
     """Aligned bases of an ensemble, uncentred (as published), so that the first direction is nearly
     that of the ensemble mean.
 
-    Computed in float64; ``align`` as in :func:`align_directions`. Source: Sarfati et al. 2025,
-    section 2 ("latent space bases"). Raises ``GeometryError`` for states that are not finite.
+    Computed in float64; ``align`` as in :func:`align_directions`, where directions in which a state
+    does not vary count as zero. Source: Sarfati et al. 2025, section 2 ("latent space bases").
+    Raises ``GeometryError`` for states that are not finite.
 
     >>> X = torch.randn(20, 3, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     >>> f = fit_aligned_bases(X)
@@ -79,7 +80,8 @@ def fit_aligned_bases(
     # state by state: no float64 copy of the whole ensemble exists; M_t^T = V_t S_t U_t^T
     factors = [svd(state.double()) for state in X.unbind(1)]
     U, S = torch.stack([f.V for f in factors]), torch.stack([f.S for f in factors])
-    order, sign = align_directions(U, align)
+    # rounding would choose what continues a direction in which a state does not vary
+    order, sign = align_directions(U * (inverse_values(S)[:, None] > 0), align)
     U = U.gather(2, order[:, None].expand_as(U)) * sign[:, None]
     return AlignedBases(U=U, S=S.gather(1, order))
 

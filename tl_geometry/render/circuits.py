@@ -42,7 +42,8 @@ def composition_figure(
     random, low, high = f"random_{share}", f"{share}_low", f"{share}_high"
     table: Any = draw.frame(composition, "layer", "head", "side", share, random, low, high)
     table = table[table[share].notna()].rename(columns={"writer": "part"})
-    edges = table.iloc[(-table[share].abs()).argsort(kind="stable")].head(n)
+    # rounding orders no equals: all that heads of the first block read is the embedding
+    edges = table.iloc[(-table[share].abs()).round(6).argsort(kind="stable")].head(n)
     names = [
         f"L{row['layer']}H{row['head']} {row['side']} \N{LEFTWARDS ARROW} {row['part']}"
         for row in edges.to_dict("records")

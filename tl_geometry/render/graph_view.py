@@ -100,11 +100,11 @@ def _edges(table: pd.DataFrame, nodes: pd.DataFrame, *, exact: bool) -> pd.DataF
     held = held.iloc[(-held["value"].abs()).argsort(kind="stable")]
     held = held[held.groupby(group).cumcount() < parts.LISTED]
     rest = whole.sub(held.groupby(group)["value"].sum(), fill_value=0.0)
-    rest = rest[rest.abs() > 1e-6 * whole.abs().max()]  # below it is rounding
     if not exact:  # the others sum to what moved, which no list claims
         rest = rest[rest.index.get_level_values("type") == "value"]
     held = held.assign(source=held["at"].astype(int))[["source", "target", "type", "value"]]
-    return pd.concat([held, rest.reset_index().assign(source=-1)], ignore_index=True)
+    found: Any = pd.concat([held, rest.reset_index().assign(source=-1)], ignore_index=True)
+    return found[found["value"].abs() > 1e-6 * whole.abs().max()]  # below it is rounding
 
 
 def _title(graph: LogitGraph, nodes: pd.DataFrame, *, exact: bool) -> str:

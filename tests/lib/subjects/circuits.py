@@ -99,7 +99,9 @@ def mean_graph(g: Any) -> Answers:
     keys = zip(table["type"], table["source"], table["target"])
     found: Answers = {"nodes and edges": [" ".join(key) for key in keys]}
     found["value, low, high"] = torch.tensor(table[["value", "low", "high"]].to_numpy())
-    return found | {"moved": table["moved"].to_numpy(), "prompts": table["prompts"].to_numpy()}
+    sizes = table["value"].abs()  # rounding decides how many prompts have the smallest
+    found["prompts"] = table["prompts"].where(sizes > 1e-6 * sizes.max(), 0).to_numpy()
+    return found | {"moved": table["moved"].to_numpy()}
 
 
 def direct(e: Any) -> Answers:

@@ -247,6 +247,7 @@ SUBJECTS = (
             for kind in ("flow", "linear", "ridge", "scaled", "shift", "mean")
         },
         only={"linear": lambda w: w.tiny},
+        tolerance={"flow/*": FITTED},
         gauge={"*": STATES},
         real=("flow",),
     ),

@@ -30,7 +30,8 @@ from tl_geometry import circuits, interventions, measures, render, sphere
 from tl_geometry.scores import offset_profile
 
 Numbers = Iterable[Any]
-NUMBER = re.compile(r"(?<![\w#])[-+−]?\d[\d.,]*(?:e[-+]?\d+)?")  # no digit of a name or colour
+NUMBER = re.compile(r"(?<![\w#])[-+−]?\d[\d.,]*(?:e[-+−]?\d+)?")  # no digit of a name or colour
+WORST = re.compile(r"\([\w ]+; allowed")  # rounding decides which error is the largest
 STYLE = ("text", "color", "facecolor", "edgecolor", "linestyle", "linewidth", "marker")
 STYLE += ("markersize", "alpha", "label", "fontsize", "visible")
 LETTERS = [chr(97 + i) for i in range(18)]
@@ -287,7 +288,7 @@ def read(page: str) -> Answers:
         elif isinstance(value, int | float):
             found.setdefault(name, []).append(value)
         elif name != "library":
-            words.add(NUMBER.sub("#", f"{name}: {value}"))
+            words.add(NUMBER.sub("#", WORST.sub("(scores; allowed", f"{name}: {value}")))
 
     walk("page", data_of(page))
     return {"words": sorted(words), **prefixed("page", found)}
@@ -298,7 +299,8 @@ def said(shown: tuple[Any, Any]) -> Answers:
     view = shown[1]
     found: Answers = {"height": getattr(view, "height", 0)}
     for name in ("title", "caption", "null"):
-        found[name] = NUMBER.sub("#", text := getattr(view, name).replace("−", "-"))
+        text = WORST.sub("(scores; allowed", getattr(view, name).replace("−", "-"))
+        found[name] = NUMBER.sub("#", text)
         if numbers := NUMBER.findall(text):
             found[f"numbers of {name}"] = [float(x.rstrip(".,")) for x in numbers]
     return found | (read(view.page) if hasattr(view, "page") else look(view.figure))

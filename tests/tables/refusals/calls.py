@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -87,13 +86,13 @@ def idle(s: Scene) -> None:
         pass
 
 
-def scaled(factor: float, edited: bool = True) -> Any:
-    """A pass inside an edit, or a split of a basis, made before a weight was scaled."""
-    model, ids = made("gpt2"), IDS[3:43].view(4, 10)
-    edit, basis = zero(model), tlg.decompose(model, ids, **QUIET)
+def scaled(factor: float) -> Any:
+    """A pass inside an edit that was made before a weight was scaled."""
+    model = made("gpt2")
+    edit = zero(model)
     next(iter(model.parameters())).data.mul_(factor)
-    with edit if edited else nullcontext(), torch.no_grad():
-        return model(ids) if edited else tlg.split_scores(model, ids, basis, heads="L1H0")
+    with edit, torch.no_grad():
+        return model(IDS[3:43].view(4, 10))
 
 
 def paths(s: Scene, chunks: int, states: int) -> Any:
@@ -196,7 +195,6 @@ GROUPS = (
             "hooks once": lambda s: inside(s, s.ids),
             "a mean over three": lambda s: inside(s, s.ids, mean(s)),
             "weights as they were": lambda s: scaled(1.0),
-            "a basis as it was": lambda s: scaled(1.0, edited=False),
             "of transformers": lambda s: models.from_hf(of_transformers(s)),
         },
         wrong={
@@ -216,12 +214,9 @@ GROUPS = (
             "a term of one": (lambda s: edits.term(s.model, one(s), "content"), "interventions"),
             "a mean plane": (lambda s: edits.planes(s.rotary.model, [0], how="mean"), "^how$"),
             "a draw": (lambda s: edits.planes(s.rotary.model, [0], draw=-1), "^draw$"),
-            "another's basis": (lambda s: edits.term(s.rotary.model, s.w.basis, "token"), "basis"),
             "hooks twice": (lambda s: inside(s, s.ids, times=2), "inside an edit"),
-            "prompts without BOS": (lambda s: inside(s, s.ids[:, 1:]), "tokens"),
             "a mean over one": (lambda s: inside(s, s.ids[:1], mean(s)), "prompts|tokens"),
             "no pass": (idle, "edit"),
-            "a basis of before": (lambda s: scaled(1.5, edited=False), "basis"),
             "a model that has changed": (lambda s: scaled(1.5), "edit"),
             "floats": (lambda s: tlg.view(s.model).logits(s.ids.float()), "tokens"),
             "text without a tokenizer": (lambda s: tlg.windows(made("gpt2"), "a b c", 2), "."),

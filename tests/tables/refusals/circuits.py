@@ -75,7 +75,6 @@ def shared(s: Scene, source: Any = None, layer: int = 1, **options: Any) -> Any:
 NEITHER = {
     "answers in words": ({"answer": "x y z"}, "answer"),
     "equal answers": ({"answer": (5, 5)}, "answer"),
-    "answers beyond the vocabulary": ({"answer": (5, 10**6)}, "answer|other"),
     "answers of three prompts": ({"answer": [(5, 6)] * 3}, "answer"),
 }
 """What is no pair (answer, other) for two prompts."""
@@ -97,8 +96,6 @@ GROUPS = (
         wrong={
             **{name: case for name, case in BASES.items() if name != "a table"},
             "two prompts": ({"prompt": lambda s: s.ids[:2]}, "prompt"),
-            "a position beyond": ({"position": 99}, "position"),
-            "a token beyond": 10**6,
             "a text of many tokens": "x y z",
             "the token itself": ({"other": 5}, "answer"),
             "a counterfactual of another length": (
@@ -109,8 +106,6 @@ GROUPS = (
                 {"counterfactual": lambda s: s.w.other[:1, :6], "basis": lambda s: s.w.basis},
                 "basis",
             ),
-            "nothing kept": ({"keep": 0.0}, "keep"),
-            "NaN kept": ({"keep": NAN}, "keep"),
             "20 a share in words": ({"keep": "0.5"}, "keep"),
             "MLPs of no kind": ({"mlp": "relu"}, "mlp"),
         },
@@ -136,12 +131,7 @@ GROUPS = (
                 {"prompts": [[3, 4, 5], [3, 4]], "others": [[3, 9, 5], [9, 4, 7]]},
                 "counterfactual",
             ),
-            "fewer counterfactuals": ({"others": lambda s: s.w.other[:1, :8]}, "counterfactual"),
             "no prompts": ({"prompts": []}, "tokens|prompts|counterfactual"),
-            "a prompt as its own counterfactual": (
-                {"others": lambda s: s.ids[:2, :8], "answer": None},
-                "answer",
-            ),
             "a method of no name": ({"method": "eap"}, "method"),
             "a name as a metric": "kl",
             "a metric and answers": (
@@ -195,7 +185,6 @@ GROUPS = (
         wrong={
             **HEADS,
             "one prompt": ({"tokens": lambda s: s.ids[:1]}, "tokens|prompts"),
-            "queries beyond": ({"queries": [3, 99]}, "position|queries"),
             "parts of no name": ({"parts": "tokens"}, "parts"),
             "nothing left": ({"drop": 99}, "drop|tokens"),
         },

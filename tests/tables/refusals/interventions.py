@@ -86,7 +86,6 @@ GROUPS = (
         wrong={
             **HEADS,
             "from a later head": ({"writer": "L2H0"}, "writer"),
-            "from no writer": ({"writer": "nothing"}, "writer"),
             "from an empty list": ({"writer": []}, "writer"),
             "from one twice": ({"writer": ["L0H0", "L0H0"]}, "writer"),
             "from a part of another": ({"writer": ["attn0", "L0H0"]}, "writer"),
@@ -132,8 +131,6 @@ GROUPS = (
             "pairs": {"answer": [(5, 9), (7, 9)], "other": None},
         },
         wrong={
-            **HEADS,
-            "tokens beyond the vocabulary": ({"answer": 10**6}, "token|answer"),
             "tokens of three prompts": ({"answer": [5, 6, 7]}, "answer"),
             "no tokens": ({"answer": None}, "answer"),
             "tokens beside the loss": ({"metric": "loss"}, "answer"),
@@ -155,7 +152,6 @@ GROUPS = (
         wrong={
             "to a block before": ({"senders": "L1H0", "receivers": ["L0H1<v>"]}, "senders"),
             "to a head as a whole": "L1H0",
-            "to the queries of two heads": "L1H0-1<q>",
             "to nothing": [],
             "from nothing": ({"senders": []}, "head|senders"),
             "counterfactuals of other length": (

@@ -83,7 +83,6 @@ def folder(s: Scene, files: dict[str, bytes]) -> Any:
 NO_MODEL = {
     "a name": ({"model": "gpt2"}, "model", UNSUPPORTED),
     "None": ({"model": None}, "model", UNSUPPORTED),
-    "a module of torch": ({"model": lambda s: torch.nn.Identity()}, "model", UNSUPPORTED),
     "a model of transformers": ({"model": of_transformers}, "model", UNSUPPORTED),
 }
 

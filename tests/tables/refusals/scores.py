@@ -77,9 +77,7 @@ GROUPS = (
             "a prompt longer than the basis": ({"tokens": lambda s: s.ids.repeat(1, 2)}, "tokens"),
             "a prompt without BOS": ({"tokens": lambda s: s.ids[:, 1:]}, "tokens"),
             "heads of other layers": ({"layers": [0]}, "heads"),
-            "a layer beyond": ({"heads": None, "layers": 99}, "layers"),
             "parts of no name": ({"parts": ("pos", "content")}, "parts"),
-            "a word for parts": ({"parts": "tokens"}, "parts"),
             "own parts that do not sum": (
                 {"parts": lambda s: own_parts(s, second=lambda h: h), "basis": None},
                 "parts",
@@ -113,12 +111,9 @@ GROUPS = (
         wrong={
             "no term": (lambda s: s.w.split.terms["pos-no"], "terms"),
             "shares of nothing": (lambda s: s.w.split.shares(drop=99), "drop"),
-            "shares from before": (lambda s: s.w.split.shares(drop=-1), "drop"),
-            "no column": (lambda s: s.w.sweep.top("nothing"), "column"),
             "a column of words": (lambda s: s.w.sweep.top("dominant_group"), "column"),
             "planes without them": (lambda s: s.w.sweep.planes(), "planes"),
             "beyond the last": (lambda s: s.rotary.split.on_planes(99), "planes"),
-            "below zero": (lambda s: s.rotary.split.on_planes(-1), "planes"),
             "a band of no name": (lambda s: s.rotary.split.on_planes("fast"), "planes"),
             "a profile of no term": (lambda s: scores.offset_profile(s.w.split, term="x"), "terms"),
             "no queries": (lambda s: scores.offset_profile(s.w.split, drop=99), "drop"),

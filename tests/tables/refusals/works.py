@@ -71,8 +71,6 @@ GROUPS = (
         right={"plain": {}, "labels": lambda s: [i % 3 for i in range(40)]},
         wrong={
             **{name: case for name, case in BASES.items() if "model" not in name},
-            "labels of other windows": [0, 1],
-            "labels that are none": [None] * 40,
             "labels below zero": [-1, 0] * 20,
             "a basis without context": (
                 {"basis": lambda s: tlg.decompose(s.model, s.ids, keep_ctx=False, **SHORT)},
@@ -113,7 +111,6 @@ GROUPS = (
         right={"pilots": {}, "a position": {"position": 3}, "some states": [1, 2, 4]},
         wrong={
             **NO_TOKENS,
-            "a position beyond": ({"position": 99}, "position"),
             "a state beyond": [99],
             "states that fall": [3, 1],
             "labels of others": ({"labels": [1, 2]}, "labels"),
@@ -126,7 +123,6 @@ GROUPS = (
         wrong={
             "a map of no name": ({"map_types": ("spline",)}, "map_types"),
             "all chunks to fit on": ({"train_share": 1.0}, "share|split"),
-            "none to fit on": ({"train_share": 0.0}, "share|split"),
         },
     ),
     Group(
