@@ -62,18 +62,20 @@ class Fault(NamedTuple):
         parts = Path(self.path).parts
         return parts[1] if len(parts) > 2 else "."
 
-    def home(self, source: str) -> str:
-        """The innermost function or class that holds it, as ``path::qualified name``: that of a
-        default too, which matters where its function is called."""
-        names, inside, nodes = [], False, ast.parse(source).body
-        while nodes:
-            node = nodes.pop(0)
-            if node.lineno <= self.line <= (node.end_lineno or 0):
-                nodes = [x for x in ast.iter_child_nodes(node) if isinstance(x, ast.stmt)]
-                if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-                    names += ["<locals>"] * inside + [node.name]
-                    inside = isinstance(node, ast.FunctionDef)
-        return f"{self.path}::{'.'.join(names) or '<module>'}"
+    def lines(self, source: str) -> range:
+        """The lines of the innermost statement that holds it, without its body; those of the body
+        for the head of a function: a default matters where its function is called."""
+        found = range(0)
+        for node in ast.walk(ast.parse(source)):  # what is inside comes later
+            if isinstance(node, ast.stmt):
+                start = min(x.lineno for x in (node, *getattr(node, "decorator_list", [])))
+                end = (node.end_lineno or 0) + 1
+                body = getattr(node, "body", None)
+                first = body[0].lineno if body else end
+                if start <= self.line < end:
+                    head = range(start, max(first, start + 1))
+                    found = range(first, end) if isinstance(node, ast.FunctionDef) else head
+        return found
 
     def planted(self, source: bytes) -> bytes:
         """The file with the fault in it."""

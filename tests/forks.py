@@ -38,14 +38,14 @@ class Ran(NamedTuple):
     code: int
     failed: str
     seconds: dict[str, float]
-    reached: dict[str, list[str] | None]
+    reached: dict[str, list[int] | None]
 
 
 def pytest_in(
     tree: Path, tests: list[str], limit: float | None = None, *, watched: bool = False
 ) -> Ran:
     """Run tests of a ``tree`` in a fork with the package that lies there; ``watched`` notes which
-    functions each of them calls.
+    lines each of them runs.
 
     Raises:
         TimeoutError: they take more than ``limit`` seconds; all processes that they started are
@@ -109,7 +109,8 @@ class _Watch:
         self.failed = ""
         self.outside = set[str]()
         self.seconds: dict[str, float] = defaultdict(float)
-        self.of_test: dict[str, list[str]] = defaultdict(list)
+        self.of_line: dict[str, list[str]] = defaultdict(list)
+        self.of_fixture: dict[str, probes.Lines] = defaultdict(set)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Add the seconds of one phase (setup, call, teardown) of a test."""
@@ -130,23 +131,36 @@ class _Watch:
         items[:] = [item for item in asked if item in kept]
 
     @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: Any) -> Iterator[Any]:
+        """What makes a fixture is reached by all tests that ask for it."""
+        with probes.aside() as lines:
+            made = yield
+        self.of_fixture[fixturedef.argname] |= lines
+        return made
+
+    @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: Any) -> Iterator[None]:
         """What is reached between calls belongs to no single test."""
         self._leave_outside()
         yield
-        for name in self._hits():
-            self.of_test[name].append(item.nodeid)
+        for name in item.fixturenames:
+            probes.also(self.of_fixture[name])
+        for line in self._hits():
+            self.of_line[line].append(item.nodeid)
 
-    def reached(self) -> dict[str, list[str] | None]:
-        """Which tests call which function; what imports and fixtures call is for all tests."""
+    def reached(self) -> dict[str, list[int] | None]:
+        """Which tests reach which line, by their number in ``seconds``; what imports run is for all
+        tests."""
         self._leave_outside()
-        return {**self.of_test, **dict.fromkeys(self.outside)}
+        number = {name: i for i, name in enumerate(self.seconds)}
+        found = {line: [number[name] for name in names] for line, names in self.of_line.items()}
+        return {**found, **dict.fromkeys(self.outside)}
 
     def _leave_outside(self) -> None:
         self.outside |= self._hits()
 
     def _hits(self) -> set[str]:
-        """What was called since this was asked last, here and in other processes."""
+        """What was run since this was asked last, here and in other processes."""
         found = probes.taken()
         for place in self.notes.glob("*"):
             found |= set(place.read_text().splitlines())

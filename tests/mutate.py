@@ -13,11 +13,11 @@ that a number changed and cannot tell whether it was right. A fault is
 - equivalent: nobody could see a difference; judged by hand, with its reason, in
   ``tests/equivalent_faults.json``, and not planted.
 
-Which tests call which function, and how long each takes, is found first: each test file runs once
-under a trace of calls (:mod:`tests.probes`), and the answer, which holds for a commit, is kept in
-``--map``. A file that fails without a fault is left out, and so are the tests that only the night
-runs. ``--files`` asks some test files alone. ``--results`` is read first, so that a run goes on
-where it stopped; faults that were out of time are planted again.
+Which tests run which line, and how long each takes, is found first: each test file runs once under
+a trace (:mod:`tests.probes`), and the answer, which holds for a commit, is kept in ``--map``. A
+file that fails without a fault is left out, and so are the tests that only the night runs.
+``--files`` asks some test files alone. ``--results`` is read first, so that a run goes on where it
+stopped; faults that were out of time are planted again.
 """
 
 from __future__ import annotations
@@ -61,19 +61,20 @@ PATIENCE = 4
 
 
 class TestFile(NamedTuple):
-    """How long the tests of a file take, and which of them call which function: ``reached`` has
-    names of tests by function. None is all tests of the file, for what runs while fixtures are made
-    or modules imported."""
+    """How long the tests of a file take, and which of them run which line: ``reached`` has numbers
+    of tests by line. None is all tests of the file, for what runs while modules are imported."""
 
     seconds: dict[str, float]
-    reached: dict[str, list[str] | None]
+    reached: dict[str, list[int] | None]
 
-    def reaching(self, home: str, name: str) -> tuple[list[str], float]:
-        """What pytest is to run for a fault of a function, in a file of this ``name``, and how long
+    def reaching(self, lines: list[str], name: str) -> tuple[list[str], float]:
+        """What pytest is to run for a fault in some lines, in a file of this ``name``, and how long
         it takes."""
-        tests = None if name in SIGNATURES else self.reached.get(home, [])
-        if tests is None:
+        found = [self.reached.get(line, []) for line in lines]
+        if name in SIGNATURES or None in found:
             return [name], sum(self.seconds.values())
+        numbers = {number for numbers in found for number in numbers or ()}
+        tests = [test for number, test in enumerate(self.seconds) if number in numbers]
         return tests, sum(self.seconds[test] for test in tests)
 
 
@@ -87,7 +88,7 @@ def main() -> int:
     parser.add_argument("--files", nargs="+", help="ask these test files, or those in folders")
     parser.add_argument("--limit", type=float, default=600, help="seconds for one fault")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes")
-    parser.add_argument("--map", type=Path, help="which tests call which function; added to")
+    parser.add_argument("--map", type=Path, help="which tests run which line; added to")
     parser.add_argument("--results", type=Path, help="lines of JSON, read first and added to")
     parser.add_argument("--page", type=Path, help="the page of the site to write")
     given = parser.parse_args()
@@ -195,14 +196,14 @@ def judge(fault: Fault, covered: dict[str, TestFile], tree: Path, limit: float) 
     the test. Records are asked about what no other test has caught."""
     place = tree / fault.path
     clean = place.read_bytes()
-    home = fault.home(clean.decode())
+    lines = [f"{fault.path}:{line}" for line in fault.lines(clean.decode())]
     place.write_bytes(fault.planted(clean))
     laws = {name: file for name, file in covered.items() if name not in RECORDS}
     records = {name: file for name, file in covered.items() if name in RECORDS}
     try:
-        outcome, test = first_failure(tests_of(fault, home, laws), tree, limit)
+        outcome, test = first_failure(tests_of(fault, lines, laws), tree, limit)
         if outcome != "caught":
-            differs, record = first_failure(tests_of(fault, home, records), tree, limit)
+            differs, record = first_failure(tests_of(fault, lines, records), tree, limit)
             if differs == "caught":
                 return "only by records", record
         return outcome, test
@@ -225,9 +226,9 @@ def first_failure(runs: list[tuple[list[str], float]], tree: Path, limit: float)
 
 
 def tests_of(
-    fault: Fault, home: str, covered: dict[str, TestFile]
+    fault: Fault, lines: list[str], covered: dict[str, TestFile]
 ) -> list[tuple[list[str], float]]:
-    """Tests that call the function of a fault, and how long they take, for one process after the
+    """Tests that run the lines of a fault, and how long they take, for one process after the
     other. The quick ones come first, file by file; those of the fault's package look most closely,
     and the table of refusals where something is refused, so their time counts a quarter. A process
     imports all its files before it runs a test, so the quickest (:data:`QUICK`) have a process of
@@ -236,7 +237,7 @@ def tests_of(
     if re.search(r"\b(require|fail|checks)\b", fault.before):
         closely += ("tests/tables/test_refusals",)
     for name, file in covered.items():
-        tests, seconds = file.reaching(home, name)
+        tests, seconds = file.reaching(lines, name)
         if tests:
             found.append((seconds / 4 if name.startswith(closely) else seconds, tests, seconds))
     found.sort(key=lambda entry: entry[0])

@@ -88,7 +88,7 @@ def test_a_fault_is_caught_by_a_test_that_looks(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         text = f"from half import half\n\ndef test():\n    assert {check}\n"
         (tmp_path / name).write_text(text)
-        covered[name] = mutate.TestFile({f"{name}::test": 1.0}, {"half.py::half": None})
+        covered[name] = mutate.TestFile({f"{name}::test": 1.0}, {"half.py:2": [0]})
     (fault,) = (f for f in faults("half.py", source) if "/" in f.before)
     assert mutate.judge(fault, covered, tmp_path, limit)[0] == outcome
     assert (tmp_path / "half.py").read_text() == source
