@@ -14,7 +14,7 @@ from torch import Tensor
 import tl_geometry as tlg
 from tests.lib.double import InDouble, double_hf, exact
 from tests.lib.kinds import KINDS, OTHERS, PROMPTS, decoder, far
-from tests.lib.models import bridge_of, tiny, tokens
+from tests.lib.models import HAS_HOOKED, bridge_of, tiny, tiny_hooked, tokens
 from tests.lib.reference import contrast as reference
 from tests.lib.reference import edits
 from tl_geometry.circuits.scored_edges import largest
@@ -82,17 +82,25 @@ def test_contrast_sums_to_the_difference_of_the_metric(kind: str) -> None:
     assert far(gradient.node_scores[0], found.node_scores[0]) > 1e-3  # which does not sum
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen3"])
+WITHOUT = "TransformerLens 4 has no HookedTransformer"
+NORMLESS = pytest.param("no norm", marks=pytest.mark.skipif(not HAS_HOOKED, reason=WITHOUT))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen3", NORMLESS])
 def test_near_prompts_have_the_gradients_scores(kind: str) -> None:
     """Token 60 becomes a neighbour of token 4, at a distance that shrinks tenfold."""
     ids, near, errors = PROMPTS.clone(), PROMPTS.clone(), []
     ids[:, 3], near[:, 3] = 4, 60
     for distance in (1e-3, 1e-4):
         with InDouble():
-            hf = double_hf(kind)
-            embed = hf.get_input_embeddings().weight.data
+            if kind == "no norm":
+                model = tiny_hooked(normalization_type=None, dtype=torch.float64)
+                embed = model.W_E.data
+            else:
+                hf = double_hf(kind)
+                embed = hf.get_input_embeddings().weight.data
+                model = bridge_of(hf, name=f"near-{kind}-{distance}")
             embed[60] = embed[4] + distance * embed[5]
-            model = bridge_of(hf, name=f"near-{kind}-{distance}")
             scores = [
                 tlg.edge_scores(model, ids, counterfactual=near, answer=ANSWERS, method=method)
                 for method in ("contrast", "gradient")
@@ -117,6 +125,11 @@ def test_pairs_of_any_lengths_and_batches_give_the_same_means(method: str) -> No
     ]
     for found in (split.scores, torch.stack([x.scores for x in each]).mean(0)):
         assert float((found - whole.scores).abs().max()) < 1e-5 * float(whole.scores.abs().max())
+    asked = [[model(x[None])[0, -1].argmax() for x in side] for side in (rows, others)]
+    own = tlg.edge_scores(model, rows, counterfactual=others, method=method)
+    answers = {"answer": torch.tensor(asked[0]), "other": torch.tensor(asked[1])}
+    named = tlg.edge_scores(model, rows, counterfactual=others, method=method, **answers)
+    assert torch.equal(own.scores, named.scores), "what each run says most by default"
     few = tlg.edge_scores(model, rows[:9], counterfactual=others[:9], **options)
     assert few.errors.isnan().all()  # nine pairs have no standard error, ten have
     nodes = torch.stack([x.node_scores for x in each]).numpy()

@@ -196,6 +196,10 @@ def test_documents_keep_their_names_and_shards_their_groups() -> None:
     halves = [decompose_activations(h[:, at], labels=names[at]) for at in (slice(7), slice(7, 16))]
     for basis in (whole, PositionContext.merge(halves)):
         assert [basis.label_names[i] for i in torch.as_tensor(basis.labels)] == names
+    of = torch.arange(16) // 2  # without names the documents of two shards are others
+    bare = [decompose_activations(h[:, :6], labels=of[:6])]
+    bare += [decompose_activations(h[:, 6:], labels=of[:10])]
+    assert torch.equal(torch.as_tensor(PositionContext.merge(bare).labels), of)
     each = [decompose_activations(h[:, 4 * i : 4 * i + 4], groups=4) for i in range(4)]
     assert PositionContext.merge(each).group_counts.tolist() == [4] * 4
 

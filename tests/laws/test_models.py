@@ -86,7 +86,8 @@ def test_a_directory_is_loaded_offline_and_whole_or_refused(tmp_path: Path) -> N
     assert not tlg.view(model).has_tokenizer
     ids = tokens(2, 9)
     assert torch.allclose(tlg.view(model).logits(ids), hf_model("llama")(ids).logits, atol=1e-4)
-    processed = tlg.load(folder, processed=True)
+    processed, whole = tlg.load(folder, processed=True), tlg.load(hf, processed=True)
+    assert torch.equal(whole(ids), processed(ids))
     said = [tlg.view(m).provenance().line() for m in (model, processed)]
     assert ["processed" in line for line in said] == [False, True]
     assert all("TransformerBridge, transformer_lens" in line for line in said)
@@ -117,3 +118,19 @@ def test_an_encoder_without_its_head_gives_states_alone(tmp_path: Path) -> None:
     assert "refused" in str(row[2])
     with pytest.raises(tlg.UnsupportedModelError):
         tlg.trace_logit(seen, tokens(1, 6), 5)
+
+
+def test_what_is_printed_says_its_sizes() -> None:
+    model, ids = fresh("bridge"), tokens(3, 18)
+    seen, embedded = tlg.view(model), tlg.zoo.embedded()
+    layer = seen.layer(1, model.run_with_cache(ids)[1])
+    rows = tlg.TokenWindows(tokens=ids[:2, :5], has_bos=False, corpus="mine")
+    for each, words in (
+        (seen, f"({seen.fingerprint}), TransformerBridge, transformer_lens "),
+        (seen, "2 layers, 4 heads, d_model 32, float32, on cpu"),
+        (layer, "layer 1, 3 contexts of 18 positions, 4 heads of 8, norm LN, scale 0.35"),
+        (rows, f"2 contexts of 5 tokens; no BOS; corpus 'mine'; {ids[0, :5].tolist()}"),
+        (tlg.zoo.default_windows(embedded, 12, n=3), "12 tokens; with BOS; corpus 'held-out"),
+        (tlg.corpus.prompts(embedded, ["a b c", "d"]), "Prompts(2 prompts of 2 to 4 tokens)"),
+    ):
+        assert words in repr(each)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, assert_type
 
-import pytest
 from torch import Tensor
 
 import tl_geometry as tlg
@@ -23,18 +22,3 @@ if TYPE_CHECKING:
     _ = tlg.render.splitt  # pyright: ignore[reportAttributeAccessIssue]
     _ = tlg.interventions.turm  # pyright: ignore[reportAttributeAccessIssue]
     _ = tlg.zoo.embeded  # pyright: ignore[reportAttributeAccessIssue]
-
-pytestmark = pytest.mark.once
-
-
-def test_the_same_names_exist() -> None:
-    assert callable(tlg.zoo.embedded)
-    assert callable(tlg.interventions.term)
-    assert callable(tlg.render.split)
-    for holder, name in (
-        (tlg, "decompse"),
-        (tlg.render, "splitt"),
-        (tlg.interventions, "turm"),
-        (tlg.zoo, "embeded"),
-    ):
-        assert not hasattr(holder, name)

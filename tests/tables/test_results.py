@@ -100,7 +100,7 @@ def comes_back(result: Any, folder: Path) -> str:
     paths = [result.save(name, **whole) for name in names]
     if paths[0].read_bytes() != paths[1].read_bytes():
         return "two files of one result"
-    again = type(result).load(paths[0])
+    again = tlg.load(paths[0])
     before, after = asked(result), asked(again)
     gone = before.keys() ^ after.keys()
     changed = {n: different(before[n], after[n]) for n in before.keys() & after.keys()}

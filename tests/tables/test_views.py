@@ -6,6 +6,7 @@ A row of :data:`tests.lib.subjects.views.VIEWS` names a result and how it is dra
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping
@@ -67,6 +68,16 @@ def test_a_view_says_four_things(name: str) -> None:
         for axis in view.figure.axes:  # what is told apart by names has a legend
             names = {name for name in axis.get_legend_handles_labels()[1] if name[0] != "_"}
             assert len(names) < 2 or axis.get_legend() or view.figure.legends, names
+
+
+@pytest.mark.parametrize("name", ["truncation_figure", "split"])
+def test_notebooks_show_a_view(name: str) -> None:
+    view = shown(name)[1]
+    given = view._repr_mimebundle_()
+    assert given.pop("text/plain") == repr(view) == f"{view.title}: {view.caption}"
+    assert given.pop("text/html") == view.html()
+    images = [base64.b64decode(image)[:4] for image in given.values()]
+    assert images == [b"\x89PNG"] * hasattr(view, "figure")
 
 
 @each_view

@@ -21,7 +21,7 @@ from tests.lib.subjects.guard import same, state_of
 from tests.tables.refusals.row import Row, Scene
 from tests.tables.refusals.tables import ROWS
 
-SECONDS = 10.0 if probes.NOTES in os.environ else 1.0
+SECONDS = 10.0 if probes.NOTES in os.environ else 3.0
 """Most processor time of a call: what takes longer hangs, or does something for nothing. Under the
 trace of ``tests.mutate`` all takes longer."""
 FREE = "warning filters"

@@ -205,15 +205,10 @@ GROUPS = (
                 s, decoder=torch.ones(s.d_model, FEATURES)
             ),
             "another width": lambda s: features(s, decoder=torch.ones(6, 9), bias=torch.ones(9)),
-            "activations of other prompts": (
-                {"source": lambda s: features(s, activations=torch.ones(2, 18, 6))},
-                "activations",
-            ),
             "activations with NaN": (
                 {"source": lambda s: features(s, activations=torch.full((3, 18, 6), NAN))},
                 "activations",
             ),
-            "heads of another block": ({"heads": "L2H0"}, "heads"),
             "a block beyond": ({"layer": 99}, "layer"),
             "nothing left": ({"drop": 18}, "drop"),
         },

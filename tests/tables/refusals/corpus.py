@@ -64,7 +64,6 @@ GROUPS = (
         wrong={
             "three axes": lambda s: s.w.corpus[None],
             "no contexts": lambda s: s.w.corpus[:0],
-            "ragged lists": [[1, 2, 3], [1, 2]],
             "strings among ids": ({"tokens": [[1, 2], [1, "b"]]}, "tokens|texts"),
             "an empty generator": lambda s: iter(()),
             "beyond the vocabulary": lambda s: s.w.corpus + 5000,
@@ -97,8 +96,6 @@ GROUPS = (
             "labels": {"texts": [CODE, CODE], "labels": [0, 1]},
         },
         wrong={
-            "more than there are": ({"n": 9999}, "^n$"),
-            "an empty text": "",
             "None": None,
             "too short a text": "x",
             "bytes": CODE.encode(),
@@ -109,7 +106,6 @@ GROUPS = (
             "a file of ids": lambda s: s.path("a.npy", b"\x93NUMPY"),
             "a data set without text": lambda s: columns([{"a": 1}]),
             "labels for fewer texts": ({"labels": ["a", "b"]}, "labels"),
-            "BOS in words": ({"prepend_bos": "no"}, "prepend_bos"),
         },
     ),
     Group(
@@ -155,7 +151,6 @@ GROUPS = (
             "a pair and an answer": ({"answers": [(5, 6), 7]}, "answers"),
             "others alone": ({"others": 5}, "answers"),
             "a position beyond": ({"positions": {"x": 99}}, "position"),
-            "a position that is not there": ({"positions": {"x": "zz"}}, "position"),
         },
     ),
 )

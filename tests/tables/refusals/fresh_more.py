@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import tl_geometry as tlg
-from tests.tables.refusals.changed_models import adapted, made, with_text
+from tests.tables.refusals.changed_models import adapted, made
 from tests.tables.refusals.fresh import QUIET
 from tests.tables.refusals.row import NAN, Row, Scene
 from tl_geometry import interventions
@@ -21,10 +21,6 @@ IDS = torch.arange(3, 43).view(4, 10)
 
 
 # ---- 16. to 20.
-
-
-def traced(model: Any, ids: Any = IDS[:1], target: Any = 5, **options: Any) -> Any:
-    return tlg.trace_logit(model, ids, target, **options)
 
 
 def inferred(s: Scene, build: bool) -> Any:
@@ -88,7 +84,7 @@ ROWS: tuple[Row, ...] = (
         )
         for what, n in {"-5": -5, "2^40": 2**40}.items()
         for function, call in {
-            "trace_logit": lambda s, ids: traced(s.model, ids),
+            "trace_logit": lambda s, ids: tlg.trace_logit(s.model, ids, 5),
             "split_scores": lambda s, ids: tlg.split_scores(s.model, ids, s.w.basis, heads="L1H0"),
         }.items()
     ),
@@ -101,15 +97,7 @@ ROWS: tuple[Row, ...] = (
         tlg.UnsupportedModelError,
     ),
     Row("24 a merged adapter", lambda s: readout(True)),
-    Row(
-        "25 a target that the vocabulary lacks",
-        lambda s: traced(with_text(), "w5 w6 w7", "zzz", prepend_bos=True),
-        "answers",
-    ),
-    *(
-        Row(f"27 a metric of {name}", lambda s, v=v: measured(s, v), "metric")
-        for name, v in {"NaN": NAN, "infinity": float("inf")}.items()
-    ),
+    Row("27 a metric of NaN", lambda s: measured(s, NAN), "metric"),
     Row("27 a metric of numbers", lambda s: measured(s, 1.0)),
     Row("18 a model made in inference mode", lambda s: inferred(s, True), "gradients"),
     Row("27 edge scores after a look in inference mode", lambda s: inferred(s, False)),

@@ -113,8 +113,6 @@ GROUPS = (
             "shares of nothing": (lambda s: s.w.split.shares(drop=99), "drop"),
             "a column of words": (lambda s: s.w.sweep.top("dominant_group"), "column"),
             "planes without them": (lambda s: s.w.sweep.planes(), "planes"),
-            "beyond the last": (lambda s: s.rotary.split.on_planes(99), "planes"),
-            "a band of no name": (lambda s: s.rotary.split.on_planes("fast"), "planes"),
             "a profile of no term": (lambda s: scores.offset_profile(s.w.split, term="x"), "terms"),
             "no queries": (lambda s: scores.offset_profile(s.w.split, drop=99), "drop"),
             "types of other prompts": (
