@@ -127,8 +127,8 @@ def test_pairs_of_any_lengths_and_batches_give_the_same_means(method: str) -> No
         assert float((found - whole.scores).abs().max()) < 1e-5 * float(whole.scores.abs().max())
     asked = [[model(x[None])[0, -1].argmax() for x in side] for side in (rows, others)]
     own = tlg.edge_scores(model, rows, counterfactual=others, method=method)
-    answers = {"answer": torch.tensor(asked[0]), "other": torch.tensor(asked[1])}
-    named = tlg.edge_scores(model, rows, counterfactual=others, method=method, **answers)
+    answers: dict[str, Any] = {"answer": torch.tensor(asked).T}
+    named = tlg.edge_scores(model, rows, counterfactual=others, **options | answers)
     assert torch.equal(own.scores, named.scores), "what each run says most by default"
     few = tlg.edge_scores(model, rows[:9], counterfactual=others[:9], **options)
     assert few.errors.isnan().all()  # nine pairs have no standard error, ten have

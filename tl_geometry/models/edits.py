@@ -151,9 +151,9 @@ def edited_attention(
 ) -> list[NamedHook]:
     """Hooks under which some heads of a layer attend by other scores, other values, or both (the
     module's formula)."""
-    view.layer_facts(layer)  # inferred now, because a model cannot run inside its own hooks
     seen: dict[str, Tensor] = {}
     unread = ("hook_pattern", "hook_attn_scores", "hook_z")
+    # asked now, which reads the layer: a model cannot run inside its own hooks
     names = [name for name in view.layer_hooks(layer) if not name.endswith(unread)]
 
     def write(value: Tensor, hook: Any) -> Tensor:

@@ -43,16 +43,19 @@ class Terms(Mapping[tuple[str, str], Tensor]):
 
     def pair(self, term: tuple[str, str] | str) -> tuple[str, str]:
         """A term as (query part, key part)."""
-        name = term if isinstance(term, str) else "-".join(map(str, term))
-        # a part of your own may be called "mean", so exact names come first
-        pair = self._pairs.get(name) or self._pairs.get(key_of(name))
+        pair = self._found(term)
         if pair is None:
             shown = ", ".join([*self._pairs][:16])
             fail("terms", expected=f"one of {shown}", got=repr(term), instead="list(split.terms)")
         return pair
 
+    def _found(self, term: tuple[str, str] | str) -> tuple[str, str] | None:
+        name = term if isinstance(term, str) else "-".join(map(str, term))
+        # a part of your own may be called "mean", so exact names come first
+        return self._pairs.get(name) or self._pairs.get(key_of(name))
+
     def __contains__(self, term: object) -> bool:
-        return term in self._pairs or term in self._pairs.values()
+        return isinstance(term, str | tuple) and self._found(term) is not None
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
         return iter(self._pairs.values())
