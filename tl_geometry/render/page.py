@@ -79,7 +79,7 @@ class Page:
         style = f"{place};height:{self.height}px;border:0"
         sandbox = f'sandbox="allow-scripts" loading="lazy" style="{style}"'
         frame = f'<iframe title="{title}" {sandbox} srcdoc="{page}"></iframe>'
-        grid = "display:grid;grid-template-columns:minmax(0,1fr)"
+        grid = "display:grid;grid-template-columns:minmax(0,1fr);overflow-wrap:anywhere"
         return f'<div class="tlg-page" style="{grid}">{behind}{frame}</div>'
 
     def save(self, path: str | Path) -> Path:
