@@ -143,9 +143,7 @@ class _Watch:
         """What is reached between calls belongs to no single test."""
         self._leave_outside()
         yield
-        for name in item.fixturenames:
-            probes.also(self.of_fixture[name])
-        for line in self._hits():
+        for line in self._hits(*(self.of_fixture[name] for name in item.fixturenames)):
             self.of_line[line].append(item.nodeid)
 
     def reached(self) -> dict[str, list[int] | None]:
@@ -154,14 +152,14 @@ class _Watch:
         self._leave_outside()
         number = {name: i for i, name in enumerate(self.seconds)}
         found = {line: [number[name] for name in names] for line, names in self.of_line.items()}
-        return {**found, **dict.fromkeys(self.outside)}
+        return {**found, **dict.fromkeys(self.outside | probes.imported())}
 
     def _leave_outside(self) -> None:
         self.outside |= self._hits()
 
-    def _hits(self) -> set[str]:
-        """What was run since this was asked last, here and in other processes."""
-        found = probes.taken()
+    def _hits(self, *fixtures: probes.Lines) -> set[str]:
+        """What was run since this was asked last, in other processes too, and made ``fixtures``."""
+        found = probes.taken(*fixtures)
         for place in self.notes.glob("*"):
             found |= set(place.read_text().splitlines())
             place.unlink()

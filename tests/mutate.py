@@ -4,14 +4,8 @@ random, one at a time, and runs the tests that evaluate the faulty code.
 A line of the package is drawn first, of all lines in which :mod:`tests.faults` can plant one, then
 one of its faults. The fault is planted in a copy of the working tree, and its tests run until one
 fails. Laws come first, records (:data:`RECORDS`, and the examples of docstrings) last: they notice
-that a number changed and cannot tell whether it was right. A fault is
-
-- caught: a law or a comparison with a reference failed, or the tests took far longer than without;
-- only by records: all of these passed, or came to no end, and a record differs;
-- survived: all tests passed;
-- out of time: none had failed after ``--limit`` seconds;
-- equivalent: nobody could see a difference; judged by hand, with its reason, in
-  ``tests/equivalent_faults.json``, and not planted.
+that a number changed and cannot tell whether it was right. What may come of a fault is said on the
+page (:data:`tests.mutation_page.HEAD`).
 
 Which tests run which line, and how long each takes, is found first: each test file runs once under
 a trace (:mod:`tests.probes`), and the answer, which holds for a commit, is kept in ``--map``. A
@@ -208,6 +202,7 @@ def judge(fault: Fault, covered: dict[str, TestFile], tree: Path, limit: float) 
             differs, record = first_failure(tests_of(fault, lines, records), tree, limit)
             if differs == "caught":
                 return "only by records", record
+            outcome = min(outcome, differs)  # that it survived is known where both came to an end
         return outcome, test
     finally:
         place.write_bytes(clean)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import inspect
 import os
 import secrets
 import sys
@@ -27,6 +28,8 @@ ELSEWHERE = "from tests import probes\nprobes.start()\n"
 """``sitecustomize.py`` of a watched tree, which each process that a test starts runs first."""
 Lines = set[tuple[str, int]]
 _seen: Lines = set()
+_imported: Lines = set()
+"""Lines of modules and classes, which the first test that asks for one of their names imports."""
 _unseen: dict[CodeType, set[int]] = {}
 """Lines of each code that are not seen yet; a code without any is not followed."""
 _of_kept: dict[Hashable, Lines] = {}
@@ -49,17 +52,18 @@ def _line(frame: FrameType, _event: str, _argument: object) -> Any:
     unseen = _unseen.setdefault(frame.f_code, set())
     if frame.f_lineno in unseen:
         unseen.remove(frame.f_lineno)
-        _seen.add((frame.f_code.co_filename, frame.f_lineno))
+        lines = _seen if frame.f_code.co_flags & inspect.CO_OPTIMIZED else _imported
+        lines.add((frame.f_code.co_filename, frame.f_lineno))
         frame.f_trace_lines = bool(unseen)
     return _line
 
 
 def start() -> None:
     """Note from now on what is run, and leave it at the end of the process."""
-    atexit.register(_leave_all)
+    atexit.register(leave)
     functools.cache, functools.cached_property = _followed, _Followed  # type: ignore[misc,assignment]
     # a fork ends without the exit functions of the interpreter
-    util.register_after_fork(_leave_all, lambda leave: util.Finalize(None, leave, exitpriority=0))
+    util.register_after_fork(leave, lambda f: util.Finalize(None, f, exitpriority=0))
     threading.settrace(_call)
     sys.settrace(_call)
 
@@ -76,11 +80,6 @@ def aside() -> Iterator[Lines]:
         _seen, _unseen = before
 
 
-def also(lines: Lines) -> None:
-    """Note these lines too."""
-    _seen.update(lines)
-
-
 def _kept(key: Hashable, make: Callable[[], Any]) -> Any:
     """What is made once under a ``key``; its lines are noted wherever it is used."""
     found: Lines = set()
@@ -89,7 +88,7 @@ def _kept(key: Hashable, make: Callable[[], Any]) -> Any:
             return make()
     finally:
         _of_kept.setdefault(key, set()).update(found)
-        also(_of_kept[key])
+        _seen.update(_of_kept[key])
 
 
 def _followed(function: Callable[..., Any]) -> Any:
@@ -115,22 +114,27 @@ class _Followed(_Property):  # type: ignore[type-arg]
         instance.__dict__[self.attrname] = value
 
 
-def taken() -> set[str]:
-    """``path:line`` of what was run since this was asked last, or defined: the import of a module
-    runs its own lines and those of its classes."""
-    found = {f"tl_geometry/{file.split(PACKAGE)[-1]}:{line}" for file, line in _seen}
+def taken(*others: Lines) -> set[str]:
+    """``path:line`` of what functions ran since this was asked last, and of ``others``."""
+    found = _named(_seen.union(*others))
     _seen.clear()
     _unseen.clear()
     return found
 
 
-def leave(names: Iterable[str]) -> None:
+def imported() -> set[str]:
+    """``path:line`` of what imports ran."""
+    return _named(_imported)
+
+
+def _named(lines: Lines) -> set[str]:
+    return {f"tl_geometry/{file.split(PACKAGE)[-1]}:{line}" for file, line in lines}
+
+
+def leave(names: Iterable[str] | None = None) -> None:
     """Leave a file with what was run, as :func:`taken` names it, for the process that watches;
-    nothing where none does."""
+    nothing where none does. By default all that was run or imported."""
+    names = taken() | imported() if names is None else names
     if folder := os.environ.get(NOTES):
         Path(folder).mkdir(parents=True, exist_ok=True)
         (Path(folder) / secrets.token_hex(8)).write_text("\n".join(names))
-
-
-def _leave_all() -> None:
-    leave(taken())

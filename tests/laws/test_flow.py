@@ -219,13 +219,16 @@ def test_held_out_numbers_are_those_of_the_map_of_one_part_on_the_other() -> Non
     assert any("fewer than the" in flag for flag in few.provenance.flags)
 
 
-def test_directions_in_which_a_state_does_not_vary_choose_nothing() -> None:
+def test_directions_that_a_state_lacks_choose_nothing() -> None:
     X = torch.randn(12, 3, 16, dtype=torch.float64)
     X[6:, 0] = X[:6, 0]  # two trajectories of each token
     for _ in range(4):
         shuffled = flow.fit_aligned_bases(X[torch.randperm(12)])
         moved = [flow.flow_map(b, 1, 2)(X[:, 1]) for b in (flow.fit_aligned_bases(X), shuffled)]
         torch.testing.assert_close(*moved)
+    sizes = torch.tensor([[3.0, 0.0, 0.0], [3.0, 2.0, 0.0], [3.0, 2.0, 4.0]])
+    growing, kept = flow.fit_aligned_bases(torch.eye(3)[:, None] * sizes), torch.eye(3)[:2].double()
+    torch.testing.assert_close(flow.flow_map(growing, 1, 2)(kept), kept)
 
 
 def test_shapes_of_bundles_by_numpy() -> None:

@@ -126,7 +126,6 @@ def test_what_is_printed_says_its_sizes() -> None:
     layer = seen.layer(1, model.run_with_cache(ids)[1])
     rows = tlg.TokenWindows(tokens=ids[:2, :5], has_bos=False, corpus="mine")
     for each, words in (
-        (seen, f"({seen.fingerprint}), TransformerBridge, transformer_lens "),
         (seen, "2 layers, 4 heads, d_model 32, float32, on cpu"),
         (layer, "layer 1, 3 contexts of 18 positions, 4 heads of 8, norm LN, scale 0.35"),
         (rows, f"2 contexts of 5 tokens; no BOS; corpus 'mine'; {ids[0, :5].tolist()}"),

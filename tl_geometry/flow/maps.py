@@ -61,9 +61,9 @@ def fit_aligned_bases(
     """Aligned bases of an ensemble, uncentred (as published), so that the first direction is nearly
     that of the ensemble mean.
 
-    Computed in float64; ``align`` as in :func:`align_directions`, where directions in which a state
-    does not vary count as zero. Source: Sarfati et al. 2025, section 2 ("latent space bases").
-    Raises ``GeometryError`` for states that are not finite.
+    Computed in float64; ``align`` as in :func:`align_directions`, for which directions that a state
+    lacks (a singular value below 1e-10 of the largest) are zero. Source: Sarfati et al. 2025,
+    section 2 ("latent space bases"). Raises ``GeometryError`` for states that are not finite.
 
     >>> X = torch.randn(20, 3, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     >>> f = fit_aligned_bases(X)
@@ -80,7 +80,7 @@ def fit_aligned_bases(
     # state by state: no float64 copy of the whole ensemble exists; M_t^T = V_t S_t U_t^T
     factors = [svd(state.double()) for state in X.unbind(1)]
     U, S = torch.stack([f.V for f in factors]), torch.stack([f.S for f in factors])
-    # rounding would choose what continues a direction in which a state does not vary
+    # rounding would choose what continues a direction that a state lacks
     order, sign = align_directions(U * (inverse_values(S)[:, None] > 0), align)
     U = U.gather(2, order[:, None].expand_as(U)) * sign[:, None]
     return AlignedBases(U=U, S=S.gather(1, order))
@@ -109,10 +109,10 @@ def align_directions(
     """Order and signs that make column i of each state continue column i of the state before. The
     aligned columns are ``psi_t = U_t[:, order_t] * sign_t``, ``psi_0 = U_0``.
 
-    ``"greedy"`` (as published): for i = 1, 2, ... the unused column with the largest
-    ``|psi_i(t-1).u_j(t)|``, the later one on a tie. ``"hungarian"``: the permutation with the
-    largest sum of absolute cosines. Both then choose signs that make the cosines positive. Singular
-    values must be permuted with the columns (the published code does not;
+    ``"greedy"`` (as published): for i = 1, 2, ..., columns of zeros last, the unused column with
+    the largest ``|psi_i(t-1).u_j(t)|``, the later one on a tie. ``"hungarian"``: the permutation
+    with the largest sum of absolute cosines. Both then choose signs that make the cosines positive.
+    Singular values must be permuted with the columns (the published code does not;
     :func:`fit_aligned_bases` does).
 
     >>> U = torch.stack([torch.eye(2), -torch.eye(2).flip(1)])
@@ -137,11 +137,12 @@ def _continued(similarity: np.ndarray, method: str) -> list[int]:
     """The column that continues each row of ``similarity [row column]`` (absolute cosines)."""
     if method == "hungarian":
         return linear_sum_assignment(similarity, maximize=True)[1].tolist()
-    order: list[int] = []
-    for row in similarity:
+    # a direction that a state lacks (a row of zeros) gets what the others leave
+    rows, order = np.argsort(~similarity.any(1), kind="stable"), []
+    for row in similarity[rows]:
         row[order] = -1  # below every absolute cosine: a column is used once
         order.append(len(row) - 1 - int(np.argmax(row[::-1])))  # reversed: the later one on a tie
-    return order
+    return np.array(order)[np.argsort(rows)].tolist()
 
 
 def top_directions(aligned: AlignedBases, row: int, K: int) -> Float[Tensor, "d_model rank"]:

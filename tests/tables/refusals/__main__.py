@@ -93,7 +93,7 @@ def main() -> None:
         scene = Scene(Path(folder))
         traces = Traces(scene)
         ROWS[0].call(scene)  # what is imported at the first call takes no time of a row
-    probes.leave(probes.taken())
+    probes.leave()
     for row in (row for row in ROWS if row.name in wanted):
         with tempfile.TemporaryDirectory() as folder:
             found[row.name] = outcome(row, Path(folder), traces)

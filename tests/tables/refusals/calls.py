@@ -198,6 +198,7 @@ GROUPS = (
             "of transformers": lambda s: models.from_hf(of_transformers(s)),
         },
         wrong={
+            "a share of no edges": (lambda s: s.w.edges.edges(0.0), "fraction"),
             "no edits": (lambda s: effects(s), "^edits$"),
             "a name alone": (lambda s: effects(s, "L1H0"), "^edits$"),
             "of another model": (lambda s: effects(s, zero(s.rotary.model)), "^edits$"),

@@ -75,6 +75,7 @@ def shared(s: Scene, source: Any = None, layer: int = 1, **options: Any) -> Any:
 NEITHER = {
     "answers in words": ({"answer": "x y z"}, "answer"),
     "equal answers": ({"answer": (5, 5)}, "answer"),
+    "answers beyond the vocabulary": ({"answer": (5, 10**6)}, "answer|other"),
     "answers of three prompts": ({"answer": [(5, 6)] * 3}, "answer"),
 }
 """What is no pair (answer, other) for two prompts."""
@@ -96,6 +97,7 @@ GROUPS = (
         wrong={
             **{name: case for name, case in BASES.items() if name != "a table"},
             "two prompts": ({"prompt": lambda s: s.ids[:2]}, "prompt"),
+            "a token beyond": 10**6,
             "a text of many tokens": "x y z",
             "the token itself": ({"other": 5}, "answer"),
             "a counterfactual of another length": (
@@ -106,6 +108,8 @@ GROUPS = (
                 {"counterfactual": lambda s: s.w.other[:1, :6], "basis": lambda s: s.w.basis},
                 "basis",
             ),
+            "nothing kept": ({"keep": 0.0}, "keep"),
+            "more than all kept": ({"keep": 1.5}, "keep"),
             "20 a share in words": ({"keep": "0.5"}, "keep"),
             "MLPs of no kind": ({"mlp": "relu"}, "mlp"),
         },
@@ -141,17 +145,6 @@ GROUPS = (
             "a metric over the batch": metric(lambda logits: logits.mean()),
             "a metric that is NaN": metric(lambda logits: logits[:, -1, 5] * NAN),
             "a metric without a gradient": metric(lambda logits: logits[:, -1, 5].detach()),
-        },
-    ),
-    Group(
-        name="what edge scores are asked for",
-        call=lambda s, fraction: s.w.edges.edges(fraction),
-        of="fraction",
-        right={"a share": 0.1, "all": 1.0},
-        wrong={
-            "none": 0.0,
-            "more than all": 1.5,
-            "NaN": NAN,
         },
     ),
     Group(

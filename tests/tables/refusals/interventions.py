@@ -152,6 +152,7 @@ GROUPS = (
         wrong={
             "to a block before": ({"senders": "L1H0", "receivers": ["L0H1<v>"]}, "senders"),
             "to a head as a whole": "L1H0",
+            "to the queries of two heads": "L1H0-1<q>",
             "to nothing": [],
             "from nothing": ({"senders": []}, "head|senders"),
             "counterfactuals of other length": (

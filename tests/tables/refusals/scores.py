@@ -77,6 +77,7 @@ GROUPS = (
             "a prompt longer than the basis": ({"tokens": lambda s: s.ids.repeat(1, 2)}, "tokens"),
             "a prompt without BOS": ({"tokens": lambda s: s.ids[:, 1:]}, "tokens"),
             "heads of other layers": ({"layers": [0]}, "heads"),
+            "a layer beyond": ({"heads": None, "layers": 99}, "layers"),
             "parts of no name": ({"parts": ("pos", "content")}, "parts"),
             "own parts that do not sum": (
                 {"parts": lambda s: own_parts(s, second=lambda h: h), "basis": None},

@@ -71,6 +71,7 @@ GROUPS = (
         right={"plain": {}, "labels": lambda s: [i % 3 for i in range(40)]},
         wrong={
             **{name: case for name, case in BASES.items() if "model" not in name},
+            "labels that are none": [None] * 40,
             "labels below zero": [-1, 0] * 20,
             "a basis without context": (
                 {"basis": lambda s: tlg.decompose(s.model, s.ids, keep_ctx=False, **SHORT)},
@@ -122,6 +123,7 @@ GROUPS = (
         right={"one map": {}},
         wrong={
             "a map of no name": ({"map_types": ("spline",)}, "map_types"),
+            "none to fit on": ({"train_share": 0.0}, "share|split"),
             "all chunks to fit on": ({"train_share": 1.0}, "share|split"),
         },
     ),
