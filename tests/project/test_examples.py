@@ -163,7 +163,7 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("tqdm.std.tqdm.display", lambda *_, **__: None)
     text = "\n".join(tlg.zoo.corpus.held_out_documents().texts)
-    (tmp_path / "book.txt").write_text(text[:20_000], "utf-8")
+    (tmp_path / "book.txt").write_text(text[:30_000], "utf-8")
     return tmp_path
 
 

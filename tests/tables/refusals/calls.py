@@ -220,6 +220,7 @@ GROUPS = (
             "no pass": (idle, "edit"),
             "a model that has changed": (lambda s: scaled(1.5), "edit"),
             "floats": (lambda s: tlg.view(s.model).logits(s.ids.float()), "tokens"),
+            "ids for a cache": (lambda s: tlg.view(s.model).layer(0, s.ids), "^cache$"),
             "text without a tokenizer": (lambda s: tlg.windows(made("gpt2"), "a b c", 2), "."),
             "redrawn": (lambda s: models.reinitialized(s.model, how="x").__enter__(), "^how$"),
             "no file": (lambda s: models.load("basis.safetensors"), "^path$"),
