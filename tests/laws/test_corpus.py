@@ -311,6 +311,7 @@ def test_groups_hold_every_prompt_once_with_all_that_belongs_to_it(lengths: list
     assert [found.lengths[i] for i in seen] == sorted(lengths)
     if len(set(lengths)) > 1:
         assert refused(lambda: found.tokens).instead is not None
+        assert refused(lambda: found.counterfactuals).instead is not None
     else:
         assert found.tokens.tolist() == rows
     subset = found[[0, -1]]

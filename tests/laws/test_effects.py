@@ -108,7 +108,7 @@ def test_prompts_of_two_lengths_are_measured_as_each_alone() -> None:
         model(), ids, counterfactuals=others, answers=ANSWERS[:3], positions=at
     )
     options: dict[str, Any] = {"metric": "difference", "control": "heads", "draws": 2}
-    edits = interventions.each(model(), "L0H0", by="counterfactual")
+    edits = interventions.each(model(), (0, 0), by="counterfactual")
     found = interventions.effects(model(), asked, edits, position="end", **options)
     assert (found.provenance.corpus, found.provenance.contexts) == ("pairs of prompts", 3)
     for i, (row, other) in enumerate(zip(ids, others, strict=True)):

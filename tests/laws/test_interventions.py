@@ -297,8 +297,9 @@ def test_positions_by_number_and_by_name() -> None:
         assert far(found, edited(kind, at(numbers))) < 1e-9, positions
         assert far(found, clean["logits", 0]) > 1e-5
     for wrong in (1.5, True, [None], "nobody"):
-        options = {"by": "zero", "positions": wrong, **pairs}
+        options = {"by": "zero", "positions": wrong, "reference": rows}
         refused("position", exactly, kind, interventions.heads, "L0H1", **options)
+    refused("counterfactual", exactly, kind, interventions.heads, "L0H1", **pairs)  # by their mean
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])

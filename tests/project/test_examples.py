@@ -72,12 +72,9 @@ RULES: tuple[tuple[re.Pattern[str], Any], ...] = (
 def rotary() -> Any:
     """A small rotary model with random weights that reads the embedded model's tokens."""
     tokenizer = tlg.zoo.embedded().tokenizer
-    sizes: dict[str, Any] = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": LAYERS,
-    }
-    sizes |= {"num_attention_heads": LAYERS, "max_position_embeddings": 2 * LENGTH}
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64}
+    sizes |= dict.fromkeys(("num_hidden_layers", "num_attention_heads"), LAYERS)
+    sizes["max_position_embeddings"] = 2 * LENGTH
     model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes)).eval()
     randomize(model)
     return from_hf(model, tokenizer, name="rotary")
@@ -131,11 +128,8 @@ def blocks(page: str) -> list[Block]:
     for match in found:
         before = page[: match.start()].rstrip("\n").rsplit("\n", 1)[-1]
         unrun = before.removeprefix(MARK).strip() if before.startswith(MARK) else None
-        line, section = (
-            page.count("\n", 0, match.start()) + 2,
-            page.count("\n## ", 0, match.start()),
-        )
-        result.append(Block(line, match[1], unrun, section))
+        line, section = (page.count(text, 0, match.start()) for text in ("\n", "\n## "))
+        result.append(Block(line + 2, match[1], unrun, section))
     return result
 
 

@@ -44,8 +44,9 @@ class FeatureShares(Guarded, Result):
     """Shares of a dictionary's features in the scores of some heads of one block.
 
     ``parts`` are ``"bias"`` (the reader's constants), ``"error"``, ``"b_dec"`` and the features
-    (``feature_ids`` in order) that were active; ``cs`` and ``gs`` sum to one on each side.
-    ``unexplained`` is the error's share of the squared norm of the stream.
+    (``feature_ids`` in order) that were active; ``cs`` and ``gs`` sum to one on each side (with
+    ALiBi to one less its share). ``unexplained`` is the error's share of the squared norm of the
+    stream.
     """
 
     heads: tuple[tuple[int, int], ...]

@@ -168,8 +168,8 @@ def faithfulness(
         fractions: one share of the edges, or several.
         draws: random circuits of each size.
 
-    Raises ``GeometryError`` for scores of another model's edges, for unknown heads or edges, and
-    where prompts and counterfactuals have the same mean metric.
+    Raises ``GeometryError`` for scores of other edges than the model has, for unknown heads or
+    edges, and where prompts and counterfactuals have the same mean metric.
 
     Sources: Mueller et al. 2025, arXiv:2504.13151 (f, CPR, CMD).
 

@@ -70,8 +70,9 @@ def trace_logit(
             ``positions``.
         mlp: ``"frozen"`` follows MLPs back, ``"leaf"`` takes what they wrote as inputs (the only
             way for a mixture of experts).
-        basis: of :func:`tl_geometry.decompose`; then the leaves are mean, pos and cvec of state 0
-            in place of the embeddings: how much of T came from position and how much from content.
+        basis: of :func:`tl_geometry.decompose`, of raw states, for one prompt; then the leaves are
+            mean, pos and cvec of state 0 in place of the embeddings: how much of T came from
+            position and how much from content.
         keep: share of all absolute values (of all that is moved, and of what is written straight
             to the logit) that the nodes of the graph carry, and the edges of each type into each
             node. What the other edges carry is one number for each node and edge type, its rest.

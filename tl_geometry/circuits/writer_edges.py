@@ -68,16 +68,16 @@ class Composition(WriterShares):
 
     On the query and key side ``cs`` and ``gs`` are covariance and gain share of the writer in the
     head's scores; on the value side ``cs`` is its share in the head's output. They sum to one over
-    the parts of a side; ``"bias"`` is the reader's own constants. ``other_cs`` and ``other_gs`` are
-    the shares of what the writer wrote in another context at the same position, ``cosine`` is the
-    cosine of the two over all kept positions. ``random_cs`` and ``random_gs`` are the root mean
-    square share of the randomly turned writer. ``cs_low`` to ``cs_high``, and those of ``gs``, are
-    95% intervals over prompts (NaN for fewer than 10). ``weights`` is the composition score of the
-    weights alone for pairs of heads, ``|W_OV W_QK| / (|W_OV| |W_QK|)`` and the like (Elhage et al.
-    2021; canonical weights, norms and rotation left out). NaN where there is no such number, as for
-    ``gs`` on the value side; zero for writers that come after the reader. ``wrote`` and
-    ``writer_heads`` are block and head of each part, -1 for none. ``queries`` are the positions
-    chosen as queries; it is empty where all count.
+    the parts of a side (with ALiBi to one less its share); ``"bias"`` is the reader's own
+    constants. ``other_cs`` and ``other_gs`` are the shares of what the writer wrote in another
+    context at the same position, ``cosine`` is the cosine of the two over all kept positions.
+    ``random_cs`` and ``random_gs`` are the root mean square share of the randomly turned writer.
+    ``cs_low`` to ``cs_high``, and those of ``gs``, are 95% intervals over prompts (NaN for fewer
+    than 10). ``weights`` is the composition score of the weights alone for pairs of heads,
+    ``|W_OV W_QK| / (|W_OV| |W_QK|)`` and the like (Elhage et al. 2021; canonical weights, norms and
+    rotation left out). NaN where there is no such number, as for ``gs`` on the value side; zero for
+    writers that come after the reader. ``wrote`` and ``writer_heads`` are block and head of each
+    part, -1 for none. ``queries`` are the positions chosen as queries; it is empty where all count.
     """
 
     writer_heads: tuple[int, ...]

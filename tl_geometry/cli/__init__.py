@@ -141,7 +141,8 @@ def fit(
     force: Force = False,
     quiet: Quiet = False,
 ) -> None:
-    """The basis of a model on a corpus (mean, position and context of every state), to a file.
+    """The basis of a model on a corpus (mean and position of every state, context with --full), to
+    a file.
 
     Shards are joined in Python: PositionContext.merge([PositionContext.load(path), ...])."""
     inputs.check_model(model, device, dtype)
@@ -236,7 +237,7 @@ def main() -> None:
     except (KeyboardInterrupt, typer.Abort):
         code = 130
     if code == 130:
-        raise SystemExit(_line("stopped; a report goes on from what is finished", code))
+        raise SystemExit(_line("stopped (a report goes on from what is finished)", code))
     raise SystemExit(code if isinstance(code, int) else 0)
 
 

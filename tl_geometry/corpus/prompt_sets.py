@@ -89,7 +89,7 @@ class Prompts:
     def counterfactuals(self) -> Int[Tensor, "prompt position"] | None:
         """The ids of the counterfactuals of prompts of one length."""
         others = self.counterfactual_ids
-        return None if others is None else torch.stack(others)
+        return None if others is None else dataclasses.replace(self, ids=others).tokens
 
     def __getitem__(self, chosen: Any) -> Prompts:
         """The chosen prompts (a number, a slice, numbers), with all that belongs to them."""
@@ -141,14 +141,15 @@ def prompts(
             with one of these for each prompt.
         others: the other answer, where ``answers`` are no pairs.
         positions: names of positions: a number (-1 is the last), a piece of text that occurs once
-            (the token in which it ends), or a list with one of these for each prompt.
+            and ends where a token does (that token), or a list with one of these for each prompt.
         prepend_bos: whether texts begin with BOS; ``None`` takes the model's own default. A text
             that begins with the BOS string, as chat templates give it, gets no second one.
 
-    ``flags`` of the result count copies, BOS tokens after position 0, and single padding tokens at
-    the ends of prompts. Raises ``GeometryError`` with the number of the prompt at fault: an answer
-    of several tokens (it says which), a counterfactual of another length, a position that is not
-    there; and for prompts that begin or end with two or more padding tokens.
+    ``flags`` of the result count copies, BOS tokens after position 0 (of prompts that all begin
+    with one), and single padding tokens at the ends of prompts. Raises ``GeometryError`` with the
+    number of the prompt at fault: an answer of several tokens (it says which), a counterfactual of
+    another length, a position that is not there; and for prompts that begin or end with two or more
+    padding tokens.
 
     >>> import tl_geometry as tlg
     >>> found = prompts(

@@ -36,8 +36,8 @@ def as_tokens(
 
     ``prepend_bos`` is for texts alone: ``None`` takes the model's own default, and a text that
     begins with the BOS string gets no second one. ``labels`` are numbers or names of the contexts'
-    documents. ``remarks`` of the result count copies, BOS tokens after position 0, and single
-    padding tokens at the ends of rows.
+    documents. ``remarks`` of the result count copies, BOS tokens after position 0 (of rows that all
+    begin with one), and single padding tokens at the ends of rows.
 
     Raises ``GeometryError`` for ragged rows, and for rows that begin or end with two
     or more padding tokens.

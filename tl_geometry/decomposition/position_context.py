@@ -48,13 +48,13 @@ class PositionContext(Guarded, Result):
 
     Position sums are kept for every position seen (:meth:`pos_at`); mean, ctx, analysis of variance
     and second moments use ``window``, half-open in absolute positions. Everything is float64 on the
-    CPU; the sampled states are float32. What a basis hands out are copies.
+    CPU; the sampled states are float32. What a basis hands out are copies, but for ``moments``.
 
     Groups of contexts are contiguous blocks (:attr:`group_counts`). ``context_means`` are the means
     of h over the window of each context (``ctx`` plus the mean). ``labels`` are the numbers of the
     contexts' documents, ``label_names`` what the numbers mean. ``sampled`` are the numbers of the
-    contexts whose states are kept (:attr:`samples`). ``token_hashes`` has one hash for each context
-    (``None`` for activations), ``largest`` the places of the tokens of largest norm
+    contexts whose states are kept (``sample_states``). ``token_hashes`` has one hash for each
+    context (``None`` for activations), ``largest`` the places of the tokens of largest norm
     (:meth:`largest_tokens`, :meth:`sinks`), and ``token_texts`` these tokens as text, by id.
     ``lean`` says that it was read from a file without groups, contexts, samples and second moments.
     A basis of normalised states (``provenance.normalized``) is about these alone: give
@@ -334,7 +334,8 @@ class PositionContext(Guarded, Result):
     def save(self, path: str | Path, *, full: bool = False) -> Path:
         """Write to one safetensors file and return its path.
 
-        By default mean, pos, the analysis of variance without intervals and the largest tokens can
+        By default mean, pos, the analysis of variance without intervals and reliability, and the
+        largest tokens can
         be read from it: sums of all groups together (SmolLM2 with 128 positions: 18 MB).
         ``full=True`` also keeps groups, context vectors, samples and second moments, which
         intervals, context reports and merging with intervals need.

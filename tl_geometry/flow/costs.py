@@ -192,10 +192,11 @@ def skip_costs(
     The maps are fitted on ``ensemble`` and measured on other chunks (in-sample the best linear map
     would win by construction). ``"flow"`` is rotation and stretch (Sarfati et al. 2025, Eq. 1);
     ``"linear"`` and ``"ridge"`` are the best linear and affine maps; ``"shift"`` adds the mean
-    step; ``"identity"`` deletes the blocks; ``"mean"`` is the constant mean of state b, which any
-    map must beat. Ridge and identity are always measured. The last token of a chunk is only a
-    target; the state is replaced at the last token that is read, the one before it. There later
-    blocks attend to the true earlier states, which are run once for all maps.
+    step; ``"scaled"`` is the best multiple; ``"identity"`` deletes the blocks; ``"mean"`` is the
+    constant mean of state b, which any map must beat. Ridge and identity are always measured. The
+    last token of a chunk is only a target; the state is replaced at the last token that is read,
+    the one before it. There later blocks attend to the true earlier states, which are run once for
+    all maps.
 
     Args:
         tokens: chunks of at least three tokens. Those whose read tokens the ensemble holds too are

@@ -88,7 +88,7 @@ def edge(
         writer: ``"embed"``, ``"L0H3"``, ``"mlp0"``, ``"constants"``, ``"attn0"``, or several that
             are edited together.
         how: see the module; ``"swap"`` takes what the writer wrote in ``counterfactual``, one
-            prompt for each, or without these in another of the prompts.
+            prompt for each (nothing else reads these), or without them in another of the prompts.
         drop: how many first positions keep their inputs, by default the BOS token alone, so that
             the attention sink stays what it was.
 

@@ -41,8 +41,6 @@ from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.output_head import next_token_losses
 from tl_geometry.models.reader import as_view
 
-UNITS = {"loss": " nats", "difference": ""}
-"""Metrics by name, and the unit that a sentence gives them."""
 CLEAN = None
 """The key of what was measured without an edit."""
 NAMED = 3
@@ -55,7 +53,8 @@ class Effects(Guarded, Table):
 
     ``change`` is the mean over prompts of the metric under the edit minus that of the clean run;
     ``excess`` is how far it goes beyond a control; both with Student's 95% interval (NaN below 10
-    prompts). ``p`` is that of random sign flips, against the control where there is one.
+    prompts), that of the excess over random controls also for one more draw. ``p`` is that of
+    random sign flips, against the control where there is one.
 
     ``edited [edit prompt]`` and ``clean [prompt]`` hold the metric, ``controls`` by (edit, control)
     that of every draw ``[draw prompt]``.
@@ -90,17 +89,19 @@ class Effects(Guarded, Table):
     def excess(self, edit: str, control: str) -> Interval:
         """How far an edit goes beyond a control, with a 95% interval over prompts and, where the
         control is drawn at random, one more draw (:func:`excess_over`)."""
-        names = tuple(self.controls_of(edit))
-        draws = vars(self)["controls"][edit, checks.choice(control, names, "control")]
+        draws = self._draws(edit, control)
         gaps = self.edited[self._row(edit)] - draws.mean(0)
         return excess_over(gaps, draws.mean(1)) if len(draws) > 1 else paired_interval(gaps)
 
     def p(self, edit: str, control: str | None = None) -> float:
         """Two-sided p of the changes, or of the excess over a control, by random sign flips: the
         null is that the two could change places in every prompt."""
-        draws = vars(self)["controls"]
-        against = self.clean if control is None else draws[edit, control].mean(0)
+        against = self.clean if control is None else self._draws(edit, control).mean(0)
         return sign_flip_p(self.edited[self._row(edit)] - against)
+
+    def _draws(self, edit: str, control: str) -> Float[Tensor, "draw prompt"]:
+        names = tuple(self.controls_of(edit))
+        return vars(self)["controls"][edit, checks.choice(control, names, "control")]
 
     def beyond(self, edit: str) -> bool | None:
         """Whether an edit does more than each of its controls, in the direction of its change and
@@ -113,7 +114,7 @@ class Effects(Guarded, Table):
     def sentence(self, edit: str) -> str:
         """One edit in words: its change, and by how much it goes beyond each control, or beyond the
         nearest of many."""
-        few, unit = len(self.clean) < FEWEST, UNITS.get(self.metric, "")
+        few, unit = len(self.clean) < FEWEST, " nats" * (self.metric == "loss")
 
         def said(x: Interval, unit: str = "") -> str:
             value, low, high = (f"{float(v):+.3g}".replace("-", "−") for v in x[:3])
@@ -253,9 +254,9 @@ def effects(
     seed, chosen = check_seed(seed, "seed"), _checked(view, edits)
     options = {"counterfactuals": counterfactual, "answers": answer, "others": other}
     reads_none = callable(metric) or metric == "loss"
-    ignored = reads_none and (answer is not None or other is not None)
+    ignored = reads_none and (answer is not None or other is not None or position != -1)
     expected, got = 'metric="difference" beside it', "the loss, or a function, that reads no answer"
-    require(not ignored, "answer", expected=expected, got=got)
+    require(not ignored, "answer, other, position", expected=expected, got=got)
     asked = as_prompts(view, prompts, **options, prepend_bos=prepend_bos)
     asked = replace(asked, rows=torch.arange(len(asked)))
     controls = [control] if isinstance(control, str) else list(control or ())
@@ -333,7 +334,7 @@ def _metric(
             return measured(logits, metric).detach()
 
         return Metric(getattr(metric, "__name__", "metric"), None, own)
-    name = checks.choice(str(metric), tuple(UNITS), "metric")
+    name = checks.choice(str(metric), ("loss", "difference"), "metric")
     view.require_output("effects")
     if name == "loss":
         require(rows.length > 1, "prompts", expected="2 tokens or more", got=rows.length)

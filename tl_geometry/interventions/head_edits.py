@@ -61,9 +61,8 @@ def places(view: ModelView, names: Any) -> list[Place]:
             if hook is None:
                 fail(str(name), expected="a block with an MLP", got=f"none in block {at}")
             of_blocks.append((hook, at, ()))
-    wanted = None if given == [None] else some
-    none = not some and bool(of_blocks)
-    chosen = () if none else checks.heads(wanted, view.n_layers, view.n_heads)
+    wanted, blocks_alone = None if given == [None] else some, not some and bool(of_blocks)
+    chosen = () if blocks_alone else checks.heads(wanted, view.n_layers, view.n_heads)
     of_heads = heads_by_layer(chosen).items()
     return [*((view.z_hooks[at], at, heads) for at, heads in of_heads), *of_blocks]
 
@@ -182,7 +181,8 @@ def each(
     """
     view = as_view(model)
     given: Any = checks.heads(None, view.n_layers, view.n_heads) if names is None else names
-    given = [given] if isinstance(given, str) else list(given)
+    one = isinstance(given, str) or checks.whole(given[0]) is not None  # a pair of numbers
+    given = [given] if one else list(given)
     labels = [name if isinstance(name, str) else checks.head_name(name) for name in given]
     known = known_prompts(view, by, reference, counterfactual, prepend_bos)
     edits = (heads(view, name, by=by, reference=known, **options) for name in given)
@@ -193,9 +193,9 @@ def known_prompts(
     view: ModelView, by: str, reference: Any, counterfactual: Any, prepend_bos: bool | None
 ) -> Known | None:
     """The prompts that an edit was given, with counterfactuals where it needs them."""
-    expected, instead = "reference= beside it", "effects(..., counterfactual=)"
-    beside = reference is not None or counterfactual is None
-    require(beside, "counterfactual", expected=expected, got="none", instead=instead)
+    expected, instead = 'reference= and by="counterfactual"', "effects(..., counterfactual=)"
+    used = counterfactual is None or (reference is not None and by == "counterfactual")
+    require(used, "counterfactual", expected=expected, got=f"by={by!r}", instead=instead)
     if reference is None:
         return None
     known = Known.of(view, reference, counterfactual, prepend_bos)

@@ -67,8 +67,8 @@ def surrogate(
 
     Args:
         part: ``"structured"``, ``"low_rank"``, ``"diagonal"`` or ``"none"`` (see the module).
-        rank: dimension of the subspace, 1 to 60 and 20 by default; at most the rank of the
-            positional vectors at the layer's input.
+        rank: dimension of the subspace (of ``"structured"`` and ``"low_rank"``), 1 to 60 and 20 by
+            default; at most the rank of the positional vectors at the layer's input.
         random: V are random directions (``seed``) in place of the positional ones: the control.
 
     Raises ``UnsupportedModelError`` for a part that a rotary model's W_QK does not have, and

@@ -154,9 +154,10 @@ def term(
     terms of the mean decomposition (SPEC C; ``how``: see the module).
 
     Args:
-        names: ``"pos-cvec"`` or ``("pos", "cvec")`` (query part first), ``"alibi-alibi"``, a group
-            (``"position"``, ``"content"``, ``"token"``, ``"mixed"``), or several. With
-            ``how="keep"`` the terms with bias stay too, as mean and constants belong to any input.
+        names: ``"pos-cvec"`` or ``("pos", "cvec")`` (query part first), ``"alibi-alibi"`` (nothing
+            without ALiBi), a group (``"position"``, ``"content"``, ``"token"``, ``"mixed"``), or
+            several. With ``how="keep"`` the terms with bias stay too, as mean and constants belong
+            to any input.
         heads: ``(layer, head)`` or ``"L5H1"``, one, several, or all (``None``).
         seed: which other prompt each gets, for ``how="swap"``.
 
@@ -248,14 +249,15 @@ def planes(
     """Ablate rotary planes of attention scores: ``S - sum_{m in planes} X^(m)`` (SPEC L).
 
     Args:
-        names: numbers of planes, bands of wavelengths in tokens ``(over, up to)``, or names:
-            ``"near"``, ``"middle"`` and ``"far"`` for the length of the running prompts, ``"pass"``
-            for coordinates that are not rotated.
+        names: numbers of planes, pairs of floats ``(over, up to)``, wavelengths in tokens, or
+            names: ``"near"``, ``"middle"`` and ``"far"`` for the length of the running prompts,
+            ``"pass"`` for coordinates that are not rotated.
         how: ``"remove"``, ``"keep"`` (with ALiBi), or ``"swap"`` by another prompt's.
         draw: a seed: as many other planes in their place, drawn at random for each head; where
             these are half of the planes or more, drawn from all, but never exactly these.
 
-    Raises ``GeometryError`` during a pass where no head has the planes; else as :func:`term`.
+    Raises ``GeometryError`` during a pass where no head of a layer has the planes; else as
+    :func:`term`.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()

@@ -126,11 +126,6 @@ class ContextState:
         return torch.stack([h[order, places].mean(1) for order in keys.argsort(1)])
 
 
-def _directions(rows: Tensor) -> int:
-    """How many directions rows have."""
-    return int(numerical_rank(torch.linalg.svdvals(rows), rows.shape))
-
-
 def context_states(
     basis: PositionContext, *, labels: Labels | None = None, rank: int = 10
 ) -> tuple[list[ContextState], list[str]]:
@@ -144,10 +139,10 @@ def context_states(
     ids = label_ids(basis.labels if labels is None else labels, basis.contexts)[0]
     documents = ids.long() if ids is not None and len(ids.unique()) >= 2 else None
     # all states use as many directions as each has; a state without any does not count
-    bases = zip(basis.pos, means, basis.mean, strict=True)
-    ranks = [min(map(_directions, (pos, ctx - mean))) for pos, ctx, mean in bases]
+    vectors = basis.pos, means - basis.mean.unsqueeze(1)
+    ranks = torch.minimum(*(numerical_rank(torch.linalg.svdvals(x), x.shape) for x in vectors))
     # n centred rows have at most n - 1 directions
-    most = min(basis.pos.shape[1] - 1, basis.contexts - 1, *(r for r in ranks if r > 0))
+    most = min(basis.pos.shape[1] - 1, basis.contexts - 1, *(int(r) for r in ranks if r > 0))
     used, flags = min(rank, most), []
     if documents is not None and basis.contexts > SIMILARITY_LIMIT:
         flags.append(f"similarities from {SIMILARITY_LIMIT} contexts")
@@ -188,9 +183,9 @@ def contextual_report(
       singular or second moments are missing).
 
     Beside a measure stand ``_se``, its delete-one jackknife standard error over ``blocks`` of
-    contexts, given from 32 contexts on, and its nulls, each the mean over ``draws`` draws with
-    their spread ``_sd``. Windows of one document are not independent, so with few documents errors
-    hold for these documents only. Nulls:
+    contexts, given from 32 contexts on (none for compactness), and its nulls, each the mean over
+    ``draws`` draws with their spread ``_sd`` (none for ``inter``). Windows of one document are not
+    independent, so with few documents errors hold for these documents only. Nulls:
 
     - ``_random``: isotropic directions (analytic);
     - ``_flipped``: context vectors with random signs of their coordinates. This keeps outlier
@@ -198,7 +193,8 @@ def contextual_report(
       coordinate axes and pos has fewer than ``rank`` directions, noise along them fills both
       subspaces, and this null is too low: 49 to 90% of independent pos and ctx exceeded it at level
       5%. Choose a ``rank`` that pos has;
-    - ``_exchanged``: windows in which each position comes from another of the sampled contexts.
+    - ``_exchanged`` (of mean and root mean square |cos|, with 10 sampled contexts or more): windows
+      in which each position comes from another of the sampled contexts.
       Their context vectors hold no context, only the noise of averages, which lies along the
       directions in which states vary most;
     - ``_shuffled``: the labels in random order.
@@ -268,7 +264,8 @@ def learning_curve(basis: PositionContext, of: str = "position", **options: Any)
         options: those of the report that change a measure (``k`` and ``frequencies``,
             or ``labels`` and ``rank``).
 
-    Returns a row per number of ``contexts`` and ``state``.
+    Returns a row per number of ``contexts`` and ``state``, of measures that a block of contexts has
+    by itself; ``relative_norm`` is over the norm of the whole corpus.
     Raises ``GeometryError`` for a basis of one context.
 
     >>> from tl_geometry import decompose_activations

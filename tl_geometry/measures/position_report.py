@@ -157,9 +157,10 @@ def positional_report(
       (``pos_reliability`` of the analysis of variance).
 
     Beside a measure stand ``_se``, its jackknife standard error over ``blocks`` of contexts
-    (interval: ``+- t_(blocks - 1)`` errors; none for the measures of
+    (interval: ``+- t_(blocks - 1)`` errors; none for ``split_half`` and the measures of
     :data:`tl_geometry.measures.state_tables.UNBOUNDED`), and its nulls, each the mean over
-    ``draws`` draws (``_noise`` over half as many, or all there are) with their spread ``_sd``:
+    ``draws`` draws with their spread ``_sd`` (``_noise`` over half as many, or all there are,
+    without a spread):
 
     - ``_shuffled``: the same positional vectors in random order;
     - ``_noise``: the difference of two random halves of the contexts, which holds the sampling

@@ -51,8 +51,8 @@ class LiveEdit(list[NamedHook]):
     ``heads`` are the (layer, head) pairs that are edited; ``passes`` counts the forward passes that
     went through all hooks.
 
-    Raises ``GeometryError`` where the model's weights have changed since the edit was made, and at
-    the end of a block in which no pass reached the edit.
+    A block raises ``GeometryError`` where the model's weights have changed since the edit was made,
+    and at its end where no pass reached the edit.
     """
 
     def __init__(

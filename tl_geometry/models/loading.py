@@ -30,7 +30,8 @@ def load(
     device: torch.device | str = "cpu",
 ) -> Any:
     """Load a model as a TransformerBridge: by a name that TransformerLens knows, from a local
-    Hugging Face directory (without any network), or around a Hugging Face model in memory.
+    Hugging Face directory (without any network), or around a Hugging Face model in memory (which is
+    moved to ``device`` and converted to ``dtype``; :func:`from_hf` leaves it as it is).
 
     ``processed`` folds and centres weights as TransformerLens does by default (its compatibility
     mode). A directory of a bare BERT encoder (sentence transformers) is loaded with a newly
@@ -38,7 +39,7 @@ def load(
     by TransformerLens itself and taken everywhere as it is.
 
     Raises ``GeometryError`` where the weights cannot be had, ``UnsupportedModelError`` where the
-    class cannot hold the model. A file is opened as a result that the library saved.
+    class cannot hold a model in memory. A file is opened as a result that the library saved.
     """
     require(dtype in DTYPES, "dtype", expected=", ".join(map(str, DTYPES)), got=repr(dtype))
     device = require_device(device)

@@ -213,7 +213,7 @@ class ModelView(Layers):
         now, what = fingerprint(self._model), f"a result or an edit of {self.name}"
         expected = f"the weights that it was made for ({self.fingerprint})"
         got = f"others ({now}): they changed during the pass, or since the edit was made"
-        instead = "a copy of the model (copy.deepcopy) while it is trained or processed"
+        instead = "a second model (tl_geometry.load) while it is trained or processed"
         require(now == self.fingerprint, what, expected=expected, got=got, instead=instead)
 
     def provenance(self, rows: Any = None, *, streamed: bool = True, **fields: Any) -> Provenance:

@@ -45,8 +45,7 @@ def entries_of(cache: Any, names: Sequence[str]) -> Mapping[str, Tensor]:
     Raises ``GeometryError`` where one of ``names`` was not cached (``names_filter``), or the batch
     dimension was removed: the first name is of the stream and shows it.
     """
-    held = getattr(cache, "cache_dict", cache)
-    entries: Mapping[str, Tensor] = held if isinstance(held, Mapping) else {}  # or ids, by mistake
+    entries = getattr(cache, "cache_dict", cache if isinstance(cache, Mapping) else {})
     got, instead = brief([n for n in names if n not in entries]), "model.run_with_cache(tokens)"
     expected = "the activations of all hooks that are read"
     require(not got, "cache", expected=expected, got=f"no {got}", instead=instead)

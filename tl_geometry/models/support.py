@@ -23,8 +23,8 @@ Row = tuple[str, str, str]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ModelReport(Table):
-    """Rows (property, value, verdict). A verdict begins with supported, verified (with the error),
-    reported, or refused (and why)."""
+    """Rows (property, value, verdict). A verdict begins with supported, verified, reported, or
+    refused (and why)."""
 
     def __repr__(self) -> str:
         return self.text()

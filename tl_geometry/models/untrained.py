@@ -29,11 +29,11 @@ def reinitialized(
     """The model with untrained ``blocks`` (``None``: all parameters, embeddings too), restored on
     leaving, also on exceptions.
 
-    ``how="init"``: matrices Gaussian with standard deviation ``std`` (GPT-2's initialisation),
-    biases 0, gains 1; ``how="shuffle"``: the entries of every parameter in random order, which
-    keeps the sizes of the trained weights. Yields a view whose name says so and whose fingerprint
-    is that of the redrawn weights. Sarfati et al. 2025 reinitialise
-    everything, or blocks 13 to 24 of GPT-2-medium.
+    ``how="init"``: matrices Gaussian with standard deviation ``std`` (GPT-2's initialisation; for
+    it alone), biases 0, gains 1; ``how="shuffle"``: the entries of every parameter in random order,
+    which keeps the sizes of the trained weights. Yields a view whose name says so and whose
+    fingerprint is that of the redrawn weights. Sarfati et al. 2025 reinitialise everything, or
+    blocks 13 to 24 of GPT-2-medium.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()

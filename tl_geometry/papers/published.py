@@ -214,7 +214,7 @@ def _position(
     """The basis, and the measures of position by state."""
     window, raw = (1, run.size["length"]), "raw_denominator" in run.quirks
     drawn = _windows(run, ids)[: 1 + raw]
-    basis, *fresh = (run.decompose(rows, window=window) for rows in drawn)
+    basis, *fresh = (run.decompose(rows, window=window, second_moments=True) for rows in drawn)
     denominator = fresh[0] if raw else basis
     moments = [denominator.second_moment(state, centered=not raw) for state in basis.states]
     values, size = torch.linalg.svdvals(basis.pos), gram_spectrum(torch.stack(moments))[:, 0]

@@ -4,8 +4,8 @@ itself in Jupyter and saves itself; :func:`plot` finds the one that belongs to a
 - ``split``, ``heads``, ``graph_page``, ``token_attribution``, ``attention_heads``, ``induction``
   and ``bundle_3d`` are interactive pages: self-contained, offline, in a sandboxed frame, light and
   dark.
-- The others are matplotlib figures, saved as HTML, PNG, SVG or PDF. Those of a single panel take
-  ``ax=``.
+- The others are matplotlib figures, saved as HTML, PNG, SVG or PDF. Most of a single panel
+  take ``ax=``.
 """
 
 from __future__ import annotations

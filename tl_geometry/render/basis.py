@@ -36,9 +36,12 @@ NULLS = {
 """Colour and style of each null in every figure."""
 UNITS = {
     **dict.fromkeys(("rank", "stable_rank"), "directions"),
-    **dict.fromkeys(("relative_norm", "smoothness", "fracture", "roughness"), "ratio"),
-    **dict.fromkeys(("compactness_cvec", "compactness_raw"), "ratio"),
-    **dict.fromkeys(("incoherence_avg", "incoherence_max", "intra", "inter"), "|cos|"),
+    **dict.fromkeys(("relative_norm", "relative_norm_reference", "fracture", "roughness"), "ratio"),
+    **dict.fromkeys(("smoothness", "smoothness_2", "compactness_cvec", "compactness_raw"), "ratio"),
+    **dict.fromkeys(("incoherence_avg", "incoherence_max", "incoherence_rms"), "|cos|"),
+    **dict.fromkeys(("intra", "inter", "intra_reference"), "|cos|"),
+    "threshold": "singular value",
+    "fracture_at": "position",
     "low_frequency": "share of energy",
     "split_half": "cosine",
 }
@@ -149,7 +152,7 @@ def spirals(basis: PositionContext, *, control: PositionContext | None = None) -
         basis,
         title="What curve do positions lie on in each state?",
         caption="Each point is a position, on the two leading directions of its state (axes scaled "
-        "per panel, without unit). Above: the share of |pos|² that the two directions hold.",
+        "per panel, no unit; a few may lie outside). Above: the share of |pos|² that the two hold.",
         null="The lower row is the untrained control."
         if control
         else "No null is drawn: control= takes the basis of an untrained model.",
@@ -311,7 +314,7 @@ def measure_curves(
         draw.legend(figure, axes, ax=ax)
         title = f"Do measures of {about} stand above their nulls?"
         caption = "Points are measured, bars one jackknife standard error (for 95% times Student's "
-        caption += "t, with one degree of freedom fewer than groups)."
+        caption += "t, with one degree of freedom fewer than the table has blocks)."
         null = "Dashed and dotted lines are nulls: a measure that lies on one is no finding."
     return draw.View(figure, title=title, caption=caption, null=null, source=draw.source_of(report))
 

@@ -69,7 +69,7 @@ def composition_figure(
         composition,
         title=f"L{best['layer']}H{best['head']} reads {best['part']} in its {best['side']} most",
         caption=f"Each bar is one of the {len(edges)} strongest edges from a writer to a head that "
-        f"reads it, with the 95% interval of its {said} over prompts.",
+        f"reads it, with the 95% interval of its {said} over prompts (none below 10).",
         null="A tick is the share of the same writer, turned at random (root mean square).",
     )
 

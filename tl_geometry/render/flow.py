@@ -250,8 +250,7 @@ def bundle_3d(ensemble: Trajectories) -> Page:
     X = ensemble.X.double()
     U = linalg.svd(X[:, -1]).V[:, :3]
     require(U.shape[1] == 3, "ensemble", expected="3 paths or more", got=len(ensemble))
-    names = [f"u{i} of state {ensemble.states[-1]}" for i in (1, 2, 3)]
-    figure = paths_figure(X[rows] @ U, ensemble.states, names)
+    figure = paths_figure(X[rows] @ U, rows, ensemble.states)
     return SpacePage(
         title="Do tokens travel through the layers as a bundle?",
         caption=f"Each line is the path of one token through the states, {len(rows)} of "
@@ -265,18 +264,18 @@ def bundle_3d(ensemble: Trajectories) -> Page:
     )
 
 
-def paths_figure(points: Tensor, states: Sequence[int], names: Sequence[str]) -> Any:
-    """The plotly figure of paths ``[trajectory state 3]``: a line for each, its points coloured by
-    state."""
+def paths_figure(points: Tensor, rows: Sequence[int], states: Sequence[int]) -> Any:
+    """The plotly figure of paths ``[trajectory state 3]``, which are those of some ``rows``: a line
+    for each, its points coloured by state."""
     import plotly.graph_objects as go
 
     colours = {"color": list(states), "colorscale": draw.ORDERED, "size": 2.5}
     traces = []
-    for i, (x, y, z) in enumerate(points.transpose(1, 2).tolist()):
-        marker = {**colours, "showscale": i == 0, "colorbar": {"title": {"text": "state"}}}
+    for i, (x, y, z) in zip(rows, points.transpose(1, 2).tolist(), strict=True):
+        marker = {**colours, "showscale": not traces, "colorbar": {"title": {"text": "state"}}}
         look = {"mode": "lines+markers", "line": {"color": "#8888", "width": 1.5}, "marker": marker}
         hovers = [f"trajectory {i}, state {state}" for state in states]
         traces.append(go.Scatter3d(x=x, y=y, z=z, hoverinfo="text", hovertext=hovers, **look))
-    titles = {f"{side}axis": {"title": {"text": name}} for side, name in zip("xyz", names)}
+    titles = {f"{s}axis": {"title": f"u{i} of state {states[-1]}"} for i, s in enumerate("xyz", 1)}
     layout = {"template": "none", "showlegend": False, "margin": dict.fromkeys("lrtb", 0)}
     return go.Figure(traces).update_layout(scene=titles, height=520, **layout)

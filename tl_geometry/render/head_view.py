@@ -42,8 +42,9 @@ def heads(sweep: Result | pd.DataFrame, value: str | None = None, *, title: str 
     Args:
         sweep: from :func:`tl_geometry.sweep_heads`, or any table with one row per layer and head,
             such as weight geometry.
-        value: column shown first, by default the share of position. Full colour is the largest
-            absolute value of a column (at most 1 for shares); heads that the table lacks are blank.
+        value: column shown first, by default the share of position in a sweep. Full colour is the
+            largest absolute value of a column (at most 1 for shares); heads that the table lacks
+            are blank.
         title: title of the page.
 
     >>> import tl_geometry as tlg
@@ -144,9 +145,9 @@ def head_shares(sweep: SweepTable, *, share: str = "cs") -> draw.View:
     caption = f"Each bar is a head: what holds the {said}, terms without content (position), with "
     caption += "content alone, beside a constant (token) and beside position (mixed)."
     null = "No null of shares is drawn: that of cs is measured with intervals=True."
-    if f"{share}_position_null" in table:
-        largest = table[f"{share}_position_null"].max()
-        null = f"With position destroyed, its share is at most {largest:.2f}."
+    if f"{share}_position_null_95" in table:
+        largest = table[f"{share}_position_null_95"].max()
+        null = f"With position destroyed, its share is at most {largest:.2f} in 95% of draws."
     if len(table) <= MOST and table[[*TYPES]].max(axis=None) > NAMED:  # some have their type drawn
         caption += f" Beside it stands a head type over {NAMED}: the attention, on repeated random "
         caption += "tokens, to where a head of the type looks."

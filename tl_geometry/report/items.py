@@ -233,7 +233,7 @@ def _beside_untrained(a: Analysis, anova: Any) -> pd.DataFrame:
     column = "pos_corrected" if "pos_corrected" in control else "pos_debiased"
     null = control.filter(regex=f"^{column}(_low)?$")
     null.columns = [name.replace(column, "pos_untrained") for name in null]
-    frame = anova.to_dataframe().assign(samples=len(a.basis.group_counts))
+    frame = anova.to_dataframe().assign(samples=anova.blocks)
     return frame.join(null, on="state")
 
 

@@ -48,7 +48,7 @@ def build(
         windows: from :func:`tl_geometry.windows`. Half of them, at most 32, are kept from the
             basis, for the sweep over all heads.
         out: folder to write ``report.html``, a CSV for each table and ``report.json`` to.
-        quick: leave out the slow sections.
+        quick: leave out the slow sections, unless ``sections`` names them.
         sections: some of ``heads``, ``states``, ``weights``, ``flow``, ``overview``.
         fresh: compute every table again. Without it, one that a report of the same model, tokens
             and settings has written is read.

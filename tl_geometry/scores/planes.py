@@ -187,8 +187,8 @@ class PlaneTable(TermResult):
 
     def by_band(self) -> Table:
         """Shares of the bands of wavelengths ``near``, ``middle``, ``far`` and ``pass``, all terms
-        together, one row for each head; ``dominant`` is the band that is first by covariance and by
-        gain, each with a clear lead, else ``"unclear"``."""
+        together, one row for each head; ``dominant`` is the band that is first by covariance (with
+        more than half) and by gain, each with a clear lead, else ``"unclear"``."""
         member = torch.stack([self.head_planes.chosen(band) for band in BANDS], -1).to(self.cs)
         cs, gs = ((x.unsqueeze(-1) * member).sum(1) for x in (self.total_cs, self.total_gs))
         labels, shares = dominant(cs, gs, BANDS).labels, torch.cat([cs, gs], 1).tolist()

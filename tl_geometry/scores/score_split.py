@@ -139,10 +139,10 @@ class ScoreSplit(TermResult):
 
     def on_planes(self, planes: PlanesLike) -> ScoreSplit:
         """The split restricted to some rotary planes: ``split.on_planes("near")``, ``"middle"``,
-        ``"far"``, ``"pass"``, a number, a pair ``(over, up_to)`` of wavelengths in tokens, or
-        several of these. Every term becomes the part of it that these planes carry; over disjoint
-        choices that cover all planes these parts add up to the term. ALiBi is in no plane. Total,
-        pattern and shares are those of this part; ``checks`` stay those of the whole.
+        ``"far"``, ``"pass"``, a number, a pair of floats ``(over, up_to)``, wavelengths in tokens,
+        or several of these. Every term becomes the part of it that these planes carry; over
+        disjoint choices that cover all planes these parts add up to the term. ALiBi is in no plane.
+        Total, pattern and shares are those of this part; ``checks`` stay those of the whole.
         """
         # to restrict q is enough: a product is zero where one factor is
         q, chosen = vars(self)["q"], self.head_planes.chosen(planes)

@@ -231,9 +231,9 @@ class SweepTable(ShareTable):
 
     ``dominant_group`` is the group that is first by covariance (``group_by_cs``, with its share
     ``group_share`` and its lead ``group_margin``) and by gain (``group_by_gs``, ``group_gain``,
-    ``group_gain_margin``), each with a clear lead; else ``"unclear"``. ``group_flag`` says where
-    covariance and gain name different groups. Likewise for terms. ``dropped_mass`` is the attention
-    to left-out keys, which no share describes.
+    ``group_gain_margin``), each with a clear lead, and has more than half of the covariance; else
+    ``"unclear"``. ``group_flag`` says where covariance and gain name different groups. Likewise for
+    terms. ``dropped_mass`` is the attention to left-out keys, which no share describes.
 
     ``types[name]`` are the head-type scores on repeated random tokens
     (:mod:`tl_geometry.scores.head_types`), ``baselines[name]`` what uniform attention would score,

@@ -77,7 +77,8 @@ class ValueSplit(Guarded, Result):
 
     @property
     def share(self) -> Float[Tensor, "head part"]:
-        """Covariance share of each part in the head's output, ``sum out_a . out / sum out^2``."""
+        """Covariance share of each part in the head's output, ``sum out_a . out / sum out^2`` over
+        all positions."""
         outputs = torch.stack([self.output(p) for p in self.parts]).double()
         total = outputs.sum(0)
         energy = total.square().sum((0, 1, 3))

@@ -268,8 +268,7 @@ def token_paths(
 
     Args:
         model: a TransformerLens model.
-        tokens: a string, strings of equal token length (then ``prepend_bos`` is needed), ids or
-            :class:`TokenWindows`.
+        tokens: a string, strings of equal token length, ids or :class:`TokenWindows`.
         basis: fit the three principal axes on the sampled states of this basis instead of the token
             embeddings.
         batch_size: contexts of one forward pass; at most as many as 2 GiB hold.

@@ -73,13 +73,13 @@ class WeightGeometry(Guarded, Table):
     ``W = V L V^T + diag(delta)`` (zero padding in layers of lower rank).
 
     Columns: ``k``, the dimension of the subspace, and ``rank``, the numerical rank of the
-    positional vectors at the head's layer; ``std`` to ``concentration`` of
-    :func:`tl_geometry.weights.bilinear.structure`. ``null`` is the exact expectation of
-    ``concentration`` for a uniformly random subspace and ``lift`` the ratio of the two.
-    ``noise_null`` and ``noise_high`` are its mean and maximum over subspaces estimated in the same
-    way with positions destroyed (the noise null above), ``excess`` its ratio to that mean: above 1
-    where a head reads (or writes) position itself. ``p`` is the larger of the p-values against
-    these and against drawn random subspaces, corrected for the choice among heads
+    positional vectors at the head's layer (for W_OV the lower of the two states); ``std`` to
+    ``concentration`` of :func:`tl_geometry.weights.bilinear.structure`. ``null`` is the exact
+    expectation of ``concentration`` for a uniformly random subspace and ``lift`` the ratio of the
+    two. ``noise_null`` and ``noise_high`` are its mean and maximum over subspaces estimated in the
+    same way with positions destroyed (the noise null above), ``excess`` its ratio to that mean:
+    above 1 where a head reads (or writes) position itself. ``p`` is the larger of the p-values
+    against these and against drawn random subspaces, corrected for the choice among heads
     (:func:`familywise_p`); NaN below 10 contexts or 4 groups, and at least 1 / 20 with the default
     draws (1 / 4 with 4 groups, 1 / 11 with 5 or 6: no halves are drawn twice). ``reliability`` is
     the split-half cosine of the positional vectors, the lower of the two states for W_OV: below 0.5
@@ -124,7 +124,7 @@ def weight_geometry(
         layers: which layers, by default all.
         rank: dimension of the subspace, by default the smaller of 20 and the numerical rank of the
             positional vectors.
-        shown: number of directions in ``block`` (60 as in the published figure).
+        shown: number of directions in ``block`` (60 as in the published figure), at least ``rank``.
         draws: draws of each null, with ``seed`` (0 leaves them out).
 
     Weights and positional vectors are canonical, the same however the model was loaded; the

@@ -225,7 +225,7 @@ def embedding_distance_table(model: ModelLike) -> Table:
     the embedding.
 
     Normalised rows have length sqrt(d). So ``l2_mean`` of the original is near
-    ``identity = sqrt(d) - mean_norm``, ``mean_norm`` the mean of ``|E_t|``, wherever cosines are
+    ``identity = |sqrt(d) - mean_norm|``, ``mean_norm`` the mean of ``|E_t|``, wherever cosines are
     near 1, whatever was learned.
 
     Raises ``GeometryError`` for an embedding of zeros.
@@ -241,7 +241,7 @@ def embedding_distance_table(model: ModelLike) -> Table:
     target = NormWeights(norm_type=norm_type, gain=one, bias=0 * one, eps=EPS).normalize(rows)
     mean_norm = float(torch.linalg.vector_norm(rows, dim=-1).mean())
     require(mean_norm > 0, "embeddings", expected="rows that are not all zero", got="zeros")
-    scale = view.d_model**0.5 / mean_norm
+    scale, identity = view.d_model**0.5 / mean_norm, abs(view.d_model**0.5 - mean_norm)
     centred = rows - reduce(rows, "d_vocab d_model -> 1 d_model", "mean")
     matrices = {"original": rows, "centred": centred}
     matrices |= {"scaled": scale * rows, "centred, scaled": scale * centred}
@@ -252,6 +252,6 @@ def embedding_distance_table(model: ModelLike) -> Table:
         row: dict[str, Any] = {"matrix": name}
         for distance, values in {"l2": l2, "cosine_distance": cosine}.items():
             row |= {f"{distance}_mean": float(values.mean()), f"{distance}_sd": float(values.std())}
-        found.append({**row, "mean_norm": mean_norm, "identity": view.d_model**0.5 - mean_norm})
+        found.append({**row, "mean_norm": mean_norm, "identity": identity})
     chance = "l2_mean of the original is near identity wherever cosines are near 1"
     return Table.of(found, view.provenance(sources=SOURCE), chance=chance)

@@ -79,7 +79,7 @@ def default_windows(
 ) -> TokenWindows:
     """Windows of the held-out standard-library modules for any model, labelled by module.
 
-    Arguments are those of :func:`tl_geometry.windows`.
+    Arguments are those of :func:`tl_geometry.windows`, but texts begin with BOS by default.
 
     >>> default_windows(embedded(), 16, n=8).tokens.shape
     torch.Size([8, 16])

@@ -208,6 +208,8 @@ GROUPS = (
             "the loss of one token": (lambda s: effects(s, None, prompts=s.ids[:, :1]), "prompts"),
             "a change of no edit": (lambda s: effects(s, None).change("x"), "^edit$"),
             "no control": (lambda s: effects(s, None).excess("0", "heads"), "^control$"),
+            "no p of a control": (lambda s: effects(s, None).p("0", "heads"), "^control$"),
+            "a position of the loss": (lambda s: effects(s, None, position=3), "position"),
             "a loss of BERT": (lambda s: encoder(zero, "loss"), "effects", UNSUPPORTED),
             "a term by number": (lambda s: edits.term(s.model, s.w.basis, 7), "^term$"),
             "a term of a number": (lambda s: edits.term(s.model, s.w.basis, [7]), "^term$"),

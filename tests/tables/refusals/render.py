@@ -95,6 +95,7 @@ GROUPS = (
             "curves of two kinds": (lambda s: UNITS(s, "edges", "nodes"), "results"),
             "a head beyond": (lambda s: render.induction(s.w.graph, "L9H9"), "head"),
             "the view of a path": (lambda s: PLOT(NOT_A_BASIS), "result"),
+            "a text of heads": (lambda s: PLOT(s.w.graph.direct()), "table"),
         },
     ),
 )
