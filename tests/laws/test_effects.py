@@ -100,7 +100,7 @@ def test_a_metric_under_edits_is_that_of_passes_inside_them(metric: str) -> None
     assert torch.allclose(small.edited, whole, atol=1e-5)
 
 
-def test_prompts_of_two_lengths_are_measured_as_each_alone() -> None:
+def test_prompts_of_two_lengths_are_measured_as_each_alone(tmp_path: Any) -> None:
     """With their counterfactuals and answers, each at its own position of a name."""
     ids, others = ([of[0, :7], of[1], of[2, :7]] for of in (IDS, OTHER))
     at = {"end": [3, 8, 6]}
@@ -111,6 +111,7 @@ def test_prompts_of_two_lengths_are_measured_as_each_alone() -> None:
     edits = interventions.each(model(), (0, 0), by="counterfactual")
     found = interventions.effects(model(), asked, edits, position="end", **options)
     assert (found.provenance.corpus, found.provenance.contexts) == ("pairs of prompts", 3)
+    assert tlg.load(found.save(tmp_path / "found")).controls.keys() == found.controls.keys() != {}
     for i, (row, other) in enumerate(zip(ids, others, strict=True)):
         options |= {"counterfactual": other, "answer": ANSWERS[i], "position": at["end"][i]}
         alone = interventions.effects(model(), iter([row]), edits, **options)
