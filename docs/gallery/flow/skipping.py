@@ -1,8 +1,8 @@
 """Can a map stand for several layers?
 ===================================
 
-Each cell is the rise of the loss when the model skips the blocks from the row's block on and goes
-on at the column's block, with a map in place of the skipped blocks; each panel is a map. The map
+Each point is the rise of the loss when the model skips blocks, from the one below it on the axis
+on, with a map in their place. Each line is a map, each panel a number of skipped blocks. The map
 *mean* forgets the state, so every other map must beat it.
 """
 

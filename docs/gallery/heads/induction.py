@@ -1,10 +1,10 @@
 """Which term makes an induction head attend
 =========================================
 
-In the *pattern*, the bright cells off the left edge show where the head attends; in the same
+In the *pattern*, the strong cells off the left edge show where the head attends; in the same
 cells *content* alone is dark red, so the head attends because contents match. Rows are queries,
-columns keys, red is positive, and the four terms add up to the model's own score (here without
-the mean of each row, which the softmax ignores).
+columns keys, red is positive; the four groups and the constants add up to the model's own score
+(here without the mean of each row, which the softmax ignores).
 """
 
 import tl_geometry as tlg

@@ -2,9 +2,8 @@
 ====================================
 
 The points are the mean and the largest cosine between positional and context vectors, state by
-state. Where they lie on a dashed line, chance gives the same: random directions, vectors with
-flipped signs, or (for the mean) windows in which each position comes from another window, so that
-they have no context.
+state. Where they lie on a dashed line, chance gives the same: random directions, or vectors with
+flipped signs.
 """
 
 import tl_geometry as tlg
