@@ -5,8 +5,8 @@ an operation on the way back.
 
 - :class:`Live`: its derivative.
 - :class:`Frozen`: what is not linear stays as it was. A norm keeps its scale, a pointwise
-  activation its secant, ``a(g) -> (a(g) / g) g``, a gated product is taken by halves, and patterns
-  are constants, or with ``follow`` live.
+  activation its secant, ``a(g) -> (a(g) / g) g``, and a gated product is taken by halves. Patterns
+  stay live: a walk that takes them as constants pulls through values alone.
 - :class:`Between`: two runs, one in each half of the batch (clean first). With D the difference of
   the halves and a bar their mean, each map takes D of the input to D of the output exactly:
 
@@ -137,17 +137,16 @@ class Live:
 
 
 class Frozen(Live):
-    """Norm scales and MLP slopes as they were; patterns too, unless ``follow``. What was kept is
-    used once more by :meth:`again`, for other inputs of the same maps."""
+    """Norm scales and MLP slopes as they were. What was kept is used once more by :meth:`again`,
+    for other inputs of the same maps."""
 
-    def __init__(self, *, follow: bool = False) -> None:
-        self.follow = follow
+    def __init__(self) -> None:
         self._kept: list[Any] = []
         self._queue: list[Any] = []
 
     def again(self, last: int) -> Frozen:
         """The maps of the ``last`` norms and activations once more, in their order."""
-        other = Frozen(follow=self.follow)
+        other = Frozen()
         other._queue = self._kept[len(self._kept) - last :]
         return other
 
@@ -177,10 +176,6 @@ class Frozen(Live):
 
         of_gate, of_linear = self._keep(slopes)
         return of_gate * gate if linear is None else of_gate * gate + of_linear * linear
-
-    def softmax(self, rows: Tensor) -> Tensor:
-        pattern = rows.softmax(-1)
-        return pattern if self.follow else pattern.detach()
 
 
 class Between(Live):

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -105,7 +104,7 @@ class Walk:
             for layer in range(view.n_layers):
                 mlp_spec(view, layer)  # refuses a mixture of experts by name
         runner = Runner.of(view, tokens)
-        arithmetic = Between if between else partial(Frozen, follow=True)
+        arithmetic = Between if between else Frozen
         # four arrays of scores and of writes, four bytes a number
         heads, (batch, length) = sum(block.n_heads for block in runner.blocks), tokens.shape
         few = 16 * batch * length * heads * (length + view.d_model) <= KEPT_BYTES

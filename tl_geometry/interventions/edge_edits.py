@@ -88,7 +88,7 @@ def edge(
         writer: ``"embed"``, ``"L0H3"``, ``"mlp0"``, ``"constants"``, ``"attn0"``, or several that
             are edited together.
         how: see the module; ``"swap"`` takes what the writer wrote in ``counterfactual``, one
-            prompt for each (nothing else reads these), or without them in another of the prompts.
+            prompt for each, or without these in another of the prompts.
         drop: how many first positions keep their inputs, by default the BOS token alone, so that
             the attention sink stays what it was.
 
@@ -107,6 +107,8 @@ def edge(
     view, given = known_view(model), [side] if isinstance(side, str) else list(side)
     require_decoder(view, f"edges of {view.name}")
     checks.choice(how, HOW, "how")
+    used, expected = counterfactual is None or how == "swap", 'how="swap" beside it'
+    require(used, "counterfactual", expected=expected, got=f"how={how!r}")
     letters = "".join(checks.choice(s, SIDES, "side")[0] for s in given)
     known = Known.of(view, prompts, counterfactual, prepend_bos)
     length = known.rows.tokens.shape[1]

@@ -92,6 +92,7 @@ GROUPS = (
             "to no side": ({"side": "output"}, "side"),
             "of other tokens": ({"tokens": lambda s: s.w.other}, "tokens"),
             "nothing left": ({"drop": 99}, "drop"),
+            "counterfactuals of no swap": ({"counterfactual": lambda s: s.ids}, "counterfactual"),
         },
     ),
     Group(
@@ -115,10 +116,7 @@ GROUPS = (
                 {"by": "mean", "reference": lambda s: s.ids[:, :3]},
                 "reference|tokens",
             ),
-            "another prompt of one": (
-                {"by": "prompt", "ids": lambda s: s.ids[:1]},
-                "prompts|tokens",
-            ),
+            "another of one": ({"by": "prompt", "ids": lambda s: s.ids[:1]}, "prompts|tokens"),
         },
     ),
     Group(
