@@ -145,8 +145,8 @@ def edge(
         return hooks
 
     options: dict[str, Any] = {"writer": writer, "heads": heads, "side": side, "how": how}
-    options |= {"counterfactual": known.counterfactual, "drop": drop, "seed": seed}
-    again = partial(edge, model=view, prompts=known.rows, **options)
+    options |= {"drop": drop, "seed": seed}
+    again = partial(edge, model=view, prompts=known, **options)  # with their counterfactuals
     # heads in whose place others may stand come after the writers too
     last = max(before[name] for name in writers)
     pool = [head for head in checks.heads(None, view.n_layers, view.n_heads) if head[0] > last]
