@@ -197,7 +197,8 @@ def test_random_controls_are_drawn_by_seed_and_shared() -> None:
     same = {str(s): interventions.planes(model(), [1], "L0H1", draw=s) for s in (5, 6, 7)}
     wanted = interventions.effects(model(), IDS, same).edited
     assert torch.allclose(drawn.controls["plane", "random planes"], wanted, atol=1e-6)
-    edge = lambda writer: interventions.edge(model(), IDS, writer, "L1H0")
+    pairs = tlg.corpus.prompts(model(), IDS, counterfactuals=OTHER)  # which no removal reads
+    edge = lambda writer: interventions.edge(model(), pairs, writer, "L1H0")
     found = interventions.effects(model(), IDS, {"": edge("L0H1")}, control="writers", draws=3)
     rest = ("embed", "L0H0", "L0H2", "L0H3", "mlp0")
     others = interventions.effects(model(), IDS, {name: edge(name) for name in rest}).edited

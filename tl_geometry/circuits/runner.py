@@ -1,6 +1,6 @@
 """A decoder as blocks that can be run and walked back, with what is frozen as an argument
 (:mod:`tl_geometry.circuits.arithmetic`). The graph of a logit, edge scores and pruned runs stand on
-it; composition, which needs no walk back, on :mod:`tl_geometry.scores.head_readers`.
+it; composition, which runs no block, on :mod:`tl_geometry.scores.head_readers`.
 
 A block adds to the stream, x being the normed input each time,
 

@@ -181,8 +181,8 @@ def each(
     """
     view = as_view(model)
     given: Any = checks.heads(None, view.n_layers, view.n_heads) if names is None else names
-    one = isinstance(given, str) or checks.whole(given[0]) is not None  # a pair of numbers
-    given = [given] if one else list(given)
+    given = [given] if isinstance(given, str) else list(given)
+    given = [tuple(given)] if given and checks.whole(given[0]) is not None else given  # one pair
     labels = [name if isinstance(name, str) else checks.head_name(name) for name in given]
     known = known_prompts(view, by, reference, counterfactual, prepend_bos)
     edits = (heads(view, name, by=by, reference=known, **options) for name in given)

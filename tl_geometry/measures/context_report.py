@@ -126,6 +126,11 @@ class ContextState:
         return torch.stack([h[order, places].mean(1) for order in keys.argsort(1)])
 
 
+def _directions(rows: Tensor) -> int:
+    """How many directions rows have."""
+    return int(numerical_rank(torch.linalg.svdvals(rows), rows.shape))
+
+
 def context_states(
     basis: PositionContext, *, labels: Labels | None = None, rank: int = 10
 ) -> tuple[list[ContextState], list[str]]:
@@ -139,10 +144,10 @@ def context_states(
     ids = label_ids(basis.labels if labels is None else labels, basis.contexts)[0]
     documents = ids.long() if ids is not None and len(ids.unique()) >= 2 else None
     # all states use as many directions as each has; a state without any does not count
-    vectors = basis.pos, means - basis.mean.unsqueeze(1)
-    ranks = torch.minimum(*(numerical_rank(torch.linalg.svdvals(x), x.shape) for x in vectors))
+    bases = zip(basis.pos, means, basis.mean, strict=True)
+    ranks = [min(map(_directions, (pos, ctx - mean))) for pos, ctx, mean in bases]
     # n centred rows have at most n - 1 directions
-    most = min(basis.pos.shape[1] - 1, basis.contexts - 1, *(int(r) for r in ranks if r > 0))
+    most = min(basis.pos.shape[1] - 1, basis.contexts - 1, *(r for r in ranks if r > 0))
     used, flags = min(rank, most), []
     if documents is not None and basis.contexts > SIMILARITY_LIMIT:
         flags.append(f"similarities from {SIMILARITY_LIMIT} contexts")

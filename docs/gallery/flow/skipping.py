@@ -1,9 +1,9 @@
 """Can a map stand for several layers?
 ===================================
 
-Each point is the rise of the loss when the model skips blocks, from the one below it on the axis
-on, with a map in their place. Each line is a map, each panel a number of skipped blocks. The map
-*mean* forgets the state, so every other map must beat it.
+Each point is the rise of the loss when a map takes the place of blocks, beginning with the one on
+the axis. Each line is a map, each panel a number of skipped blocks. The map *mean* forgets the
+state, so every other map must beat it.
 """
 
 import tl_geometry as tlg
