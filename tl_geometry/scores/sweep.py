@@ -109,7 +109,7 @@ def sweep_heads(
         intervals: 95% intervals of the shares (then a head is labelled only where the margin's
             interval excludes zero), the share that position has by noise alone, and the p-value of
             the share of position (:mod:`tl_geometry.scores.resampling`). For windows that the basis
-            has not seen, at least 32 of them, and a basis of as many with its groups.
+            has not seen, at least 32 of them, and a basis of four blocks of 8 contexts or more.
         planes: shares of rotary planes too, ``.planes()``.
         batch_size: contexts of one batch.
         prepend_bos: whether strings get the BOS token; with text only.
