@@ -131,9 +131,9 @@ def heads(
     """
     if values is None:
         return tuple(product(indices(layers, n_layers, "layers"), range(n_heads)))
-    given = [values] if isinstance(values, str) or not isinstance(values, Iterable) else [*values]
+    given = several(values)
     if len(given) == 2 and all(whole(v) is not None for v in given):
-        given = [tuple(given)]  # two integers alone are one pair
+        given = (given,)  # two integers alone are one pair
     pairs = [_head(value, n_layers, n_heads) for value in given]
     require(len(pairs) > 0, "heads", expected="at least one head", got="none")
     allowed = indices(layers, n_layers, "layers")
@@ -149,7 +149,7 @@ def _head(value: Any, n_layers: int, n_heads: int) -> tuple[int, int]:
     if isinstance(value, str) and re.search("[.hH]", value):
         match = re.fullmatch(r"L?(\d+)\.?H?(\d+)", value, re.IGNORECASE)
         pair = (int(match[1]), int(match[2])) if match else value
-    if isinstance(pair, str) or not isinstance(pair, Iterable) or len(pair := tuple(pair)) != 2:
+    if len(pair := several(pair)) != 2:
         fail("heads", expected='(layer, head) pairs such as (5, 1), or "L5H1"', got=repr(value))
     layer = index(pair[0], n_layers, f"layer of head {value!r}")
     return layer, index(pair[1], n_heads, f"head {value!r}")
@@ -191,7 +191,7 @@ def window(value: Any, length: int, default_start: int) -> tuple[int, int]:
     """
     if value is None:
         return (default_start if length > default_start else 0, length)
-    given = [whole(v) for v in value] if isinstance(value, Iterable) else []
+    given = [whole(v) for v in several(value)]
     start, end = given if len(given) == 2 else (None, None)
     if start is None or end is None or not 0 <= start < end <= length:
         expected = f"(start, end) in positions, 0 <= start < end <= {length}"

@@ -39,7 +39,7 @@ def checksum(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> str:
 def as_path(path: str | Path, what: str = "path") -> Path:
     """A path from what was given for one; ``~`` is the user's home."""
     if not isinstance(path, str | os.PathLike) or "\0" in str(path):
-        fail(what, expected="a path", got=describe(path), instead=f"{what}='name.safetensors'")
+        fail(what, expected="a path", got=describe(path))
     return Path(path).expanduser()
 
 
@@ -83,7 +83,7 @@ def write_bytes(path: Path, data: bytes) -> None:
 def read_file(path: str | Path, schema: str = "") -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Header and tensors of a file written by :func:`write_atomically`, of ``schema`` if that is
     given. A file whose numbers or header do not have its checksum is refused."""
-    path = as_path(path, "file")
+    path = as_path(path)
     try:
         path.open("rb").close()  # else safetensors says of any file that there is none
         with safe_open(path, framework="pt") as handle:

@@ -72,12 +72,9 @@ def jackknife_interval(
     value = whole.clone()
     variance, squares = torch.zeros_like(whole), torch.zeros_like(whole)
     for values, sizes in left_out:
-        require(
-            len(values) == len(sizes) and len(sizes) >= 2,
-            "left_out",
-            expected="a value and a size for each of at least 2 groups",
-            got=f"{len(values)} values and {len(sizes)} sizes",
-        )
+        fits, got = len(values) == len(sizes) >= 2, f"{len(values)} values and {len(sizes)} sizes"
+        expected = "a value and a size for each of at least 2 groups"
+        require(fits, "left_out", expected=expected, got=got)
         # Busing's h is 1 / share: pseudo-values h s - (h - 1) s_(-g), with variances over h - 1
         share = (sizes / sizes.sum()).to(whole).reshape(-1, *[1] * whole.dim())
         groups = len(values)

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tl_geometry.base.errors import require
+from tl_geometry.base.errors import fail, require
 
 TENSOR, RECORD, MAPPING = "$tensor", "$record", "$mapping"
 """Keys of JSON objects that stand for a tensor, a record, and a mapping whose keys are tuples."""
@@ -56,7 +56,12 @@ def decode(value: Any, tensors: Mapping[str, Tensor], known: type | None = None)
     if MAPPING in value:
         return {tuple(k): decode(v, tensors, known) for k, v in value[MAPPING]}
     fields = {k: decode(v, tensors, known) for k, v in value.items() if k != RECORD}
-    return _class(value[RECORD], known)(**fields) if RECORD in value else fields
+    if RECORD not in value:
+        return fields
+    try:
+        return _class(value[RECORD], known)(**fields)
+    except (ImportError, TypeError) as error:
+        fail("file", expected="classes and fields of this version", got=str(error))
 
 
 def named(cls: type) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tl_geometry.base import html
 from tl_geometry.base.axes import axes_of
-from tl_geometry.base.errors import choice, count, require
+from tl_geometry.base.errors import check_seed, choice, count, require
 from tl_geometry.base.files import as_path, read_file, write_atomically
 from tl_geometry.base.records import decode, encode
 
@@ -70,6 +70,10 @@ class Provenance:
     flags: tuple[str, ...] = ()
     hooks: tuple[str, ...] = ()
     normalized: bool = False
+
+    def __post_init__(self) -> None:
+        if self.seed is not None:  # an integer of any type, and JSON holds Python's alone
+            object.__setattr__(self, "seed", check_seed(self.seed, "seed"))
 
     def flagged(self, *flags: str, **others: Any) -> Provenance:
         """The same provenance with more flags (each once), and ``others`` of its fields."""
@@ -161,9 +165,8 @@ class Result:
         named as the plural of the axis (``states``, ``parts``), else numbers."""
         if axis == "head" and hasattr(self, "heads"):
             return dict(zip(("layer", "head"), zip(*self.heads, strict=True), strict=True))  # type: ignore[attr-defined]
-        sizes = (
-            v.shape[axes.index(axis)] for v, axes in self.table_numbers().values() if axis in axes
-        )
+        numbers = self.table_numbers().values()
+        sizes = (value.shape[axes.index(axis)] for value, axes in numbers if axis in axes)
         named = getattr(self, f"{axis}s", None)
         return {axis: range(next(sizes, 0)) if named is None else named}
 
@@ -221,10 +224,8 @@ class Result:
         keys, names = self.columns(), [str(self.readable(name)) for name in self.columns()]
         if by is not None:
             by = names[keys.index(by)] if by in keys else by
-            is_number = [
-                all(isinstance(row[i], int | float) for row in rows) for i in range(len(names))
-            ]
-            numbers = [name for name, number in zip(names, is_number, strict=True) if number]
+            number = lambda i: all(isinstance(row[i], int | float) for row in rows)  # noqa: E731
+            numbers = [name for i, name in enumerate(names) if number(i)]
             at = names.index(choice(by, numbers, "column"))
             rows = sorted(rows, key=lambda row: math.inf if row[at] != row[at] else -abs(row[at]))
         cells: Any = tuple(tuple(map(self.readable, row)) for row in rows[:most])

@@ -172,9 +172,8 @@ def prompts(
         got = f"{got[:8]}{f' (prompt {wrong[0]})' if wrong else ''}"
         fits = not wrong and len(ids) == len(other_ids)
         require(fits, "counterfactuals", expected=expected, got=got)
-    tokens = (
-        [] if answers is None and others is None else answer_ids(view, answers, others, len(ids))
-    )
+    asked = answers is not None or others is not None
+    tokens = answer_ids(view, answers, others, len(ids)) if asked else []
     names = {n: _positions(view, n, v, spoken, ids) for n, v in (positions or {}).items()}
     return Prompts(
         ids=ids,

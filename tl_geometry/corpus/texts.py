@@ -9,7 +9,7 @@ import bisect
 import itertools
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -83,11 +83,12 @@ def windows(
     """
     view = as_view(model)
     length, n = count(length, "length", 2), None if n is None else count(n, "n")
-    check_seed(seed, "seed")
+    seed = check_seed(seed, "seed")
     bos = bos_to_prepend(view, prepend_bos)
     given: Any = [texts] if isinstance(texts, str | Path) else texts
-    # a DataFrame would give the names of its columns
+    # a DataFrame would give the names of its columns, a mapping its keys
     fits = hasattr(given, "__len__") and not hasattr(given, "columns")
+    fits = fits and not isinstance(given, Mapping)
     fits = fits and all(isinstance(text, str | Path) for text in given)
     if not fits or not len(given):  # a repr of all texts takes as long as to read them
         expected, instead = "texts, or the Path of each", 'a list, or data["text"] of a data set'
@@ -246,7 +247,7 @@ def gibberish(
     bos = bos_to_prepend(view, prepend_bos)
     if bos is not None:
         tokens[:, 0] = bos
-    return TokenWindows(tokens=tokens, has_bos=prepend_bos, corpus="gibberish, uniform")
+    return TokenWindows(tokens=tokens, has_bos=bos is not None, corpus="gibberish, uniform")
 
 
 def repeated_random_tokens(

@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, distributed
 
 from tl_geometry.base import checks
-from tl_geometry.base.errors import check_seed, fail, require
+from tl_geometry.base.errors import fail, require
 from tl_geometry.base.results import Provenance, row_hashes
 from tl_geometry.corpus.passes import batches, cuts
 from tl_geometry.corpus.sources import as_tokens, label_ids
@@ -211,22 +211,20 @@ def _activations(
     source: Any,
 ) -> tuple[Float[Tensor, "state context position d_model"], Provenance]:
     """The states of a tensor or cache, and their provenance."""
-    corpus = "activations" if isinstance(source, Tensor) else type(source).__name__
+    what, got = "activations", checks.describe(source)
+    corpus = what if isinstance(source, Tensor) else type(source).__name__
     if isinstance(source, Tensor):
         h = source.unsqueeze(0) if checks.is_plain(source) and source.dim() == 3 else source
         fits = h.is_floating_point() and checks.is_plain(h) and h.dim() == 4 and h.numel() > 0
         expected = "floating [context position d_model] or [state context position d_model]"
         instead = "decompose(model, tokens) for token ids"
-        require(
-            fits, "activations", expected=expected, got=checks.describe(source), instead=instead
-        )
+        require(fits, what, expected=expected, got=got, instead=instead)
     else:
-        values = source.values() if isinstance(source, Mapping) else [None]
-        fits = hasattr(source, "cache_dict") or all(isinstance(v, Tensor) for v in values)
+        items = source.items() if isinstance(source, Mapping) else [(None, None)]
+        plain = all(isinstance(name, str) and isinstance(v, Tensor) for name, v in items)
+        fits = hasattr(source, "cache_dict") or plain
         expected, instead = "a tensor or an ActivationCache", "decompose(model, tokens)"
-        require(
-            fits, "activations", expected=expected, got=checks.describe(source), instead=instead
-        )
+        require(fits, what, expected=expected, got=got, instead=instead)
         h = states_from_cache(source)
     dtype = str(h.dtype).removeprefix("torch.")
     return h.detach(), Provenance(dtype=dtype, corpus=corpus, sources=SOURCE)
@@ -251,8 +249,7 @@ class Accumulation:
     ) -> None:
         for name, least in (("groups", 1), ("keep", 0)):
             checks.count(options[name], name, least)
-        check_seed(options["seed"], "seed")
-        self.states, self.labels, self.options, self.device = states, labels, options, device
+        self.states, self.labels, self.options = states, labels, options
         self.group, self.rank, self.size = group, 0, 1
         if group is not None:
             ready = distributed.is_available() and distributed.is_initialized()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tl_geometry.base.guarded import Guarded
 from tl_geometry.base.intervals import FEWEST, FEWEST_GROUPS, LeftOut, jackknife_interval
+from tl_geometry.base.linalg import normalize_rows
 from tl_geometry.base.results import Result
 from tl_geometry.decomposition.groups import blocks, jackknife_blocks
 from tl_geometry.decomposition.moments import Moments
@@ -187,7 +188,8 @@ def reliability(m: Moments) -> Float[Tensor, " state"]:
     halves = half_pos(m)
     if halves is None:
         return torch.full((m.sums.shape[1],), torch.nan, dtype=torch.float64)
-    return torch.nan_to_num(torch.cosine_similarity(*halves, dim=-1), nan=0.0).mean(-1)
+    a, b = (normalize_rows(half)[0] for half in halves)
+    return (a * b).sum(-1).mean(-1)
 
 
 def spans(states: Sequence[int]) -> str:

@@ -167,8 +167,8 @@ class Layers(Runner):
     ) -> tuple[LayerView, LayerView]:
         """Two views of a layer: of the context ``row`` alone, verified, and of the whole batch, not
         verified."""
-        tables = ("hook_cos", "hook_sin")  # those of all contexts
-        one = {k: v if k.endswith(tables) else v[row : row + 1] for k, v in activations.items()}
+        # the tables are those of all contexts
+        one = {k: v if k.endswith(TABLES) else v[row : row + 1] for k, v in activations.items()}
         read = self._read(layer, activations)  # its weights serve both
         length = activations[f"blocks.{layer}.hook_resid_pre"].shape[1]
         checked = self._build(layer, one, verify=True, read=read, rows=some_rows(length))
@@ -242,22 +242,21 @@ class Layers(Runner):
         layers: Sequence[int],
         on_layer: LayerHook,
         *,
-        verify: bool = True,
         sample: tuple[int, LayerHook] | None = None,
     ) -> None:
         """Run the model once over ``tokens`` and call ``on_layer`` for each of ``layers``, in the
         model's order, holding one layer at a time.
 
-        With ``verify`` each layer's scores, patterns, queries and keys are recomputed and compared,
-        and a layer that does not add up raises ``ReconstructionError``; without it queries and keys
-        are the model's own, from its hooks, and nothing is recomputed. ``sample`` is a pair (row,
-        function): that context alone is verified, by itself in the same pass (of a long one
-        :func:`~tl_geometry.models.reconstruction.some_rows`), and its view given to the function.
+        Each layer's scores, patterns, queries and keys are recomputed and compared, and a layer
+        that does not add up raises ``ReconstructionError``. ``sample`` is a pair (row, function):
+        that context alone is verified, by itself in the same pass (of a long one
+        :func:`~tl_geometry.models.reconstruction.some_rows`), and its view given to the function;
+        queries and keys of the others are the model's own, from its hooks.
         """
 
         def take(layer: int, activations: Mapping[str, Tensor]) -> None:
             if sample is None:
-                on_layer(self._build(layer, activations, verify=verify))
+                on_layer(self._build(layer, activations, verify=True))
                 return
             one, every = self._sampled(layer, activations, sample[0])
             sample[1](one)

@@ -14,6 +14,7 @@ import torch
 
 from tl_geometry.base import results
 from tl_geometry.base.errors import GeometryError, UnsupportedModelError, fail, require
+from tl_geometry.base.files import as_path
 from tl_geometry.models.fingerprint import DTYPES, remember, require_numbers
 
 HEADS = ("cls.predictions", "lm_head", "embed_out", "score")
@@ -31,7 +32,8 @@ def load(
 ) -> Any:
     """Load a model as a TransformerBridge: by a name that TransformerLens knows, from a local
     Hugging Face directory (without any network), or around a Hugging Face model in memory (which is
-    moved to ``device`` and converted to ``dtype``; :func:`from_hf` leaves it as it is).
+    moved to ``device`` and converted to ``dtype``, also where it is refused then; :func:`from_hf`
+    leaves it where it is, in its precision).
 
     ``processed`` folds and centres weights as TransformerLens does by default (its compatibility
     mode). A directory of a bare BERT encoder (sentence transformers) is loaded with a newly
@@ -46,8 +48,10 @@ def load(
     if isinstance(model, torch.nn.Module):
         _require_hugging_face(model)
         return from_hf(model.to(device=device, dtype=dtype), processed=processed)
-    path = Path(model).expanduser()
+    path = as_path(model, "model")
     if path.is_file():
+        alone = not processed and dtype == torch.float32 and device.type == "cpu"
+        require(alone, "load", expected="no other arguments for a result", got=str(path))
         return results.load(path)
     require(path.suffix != ".safetensors", "path", expected="a file that is there", got=str(path))
     expected = f"a model with safetensors in {path.name}, or a name that TransformerLens knows"
@@ -131,7 +135,9 @@ def from_hf(
 
 def _require_hugging_face(model: Any) -> None:
     got, instead = type(model).__name__, "tl_geometry.view(model) of one of TransformerLens"
-    expected, fits = "a model of transformers", hasattr(model, "config")
+    # TransformerLens's models have cfg, and a bridge passes on the config of what it wraps
+    fits = hasattr(model, "config") and not hasattr(model, "cfg")
+    expected = "a model of transformers"
     require(fits, "model", expected=expected, got=got, instead=instead)
 
 

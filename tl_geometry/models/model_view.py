@@ -15,7 +15,6 @@ from tl_geometry.base.errors import UnsupportedModelError, fail, require
 from tl_geometry.base.html import of_bytes
 from tl_geometry.base.results import Provenance
 from tl_geometry.models.fingerprint import fingerprint
-from tl_geometry.models.layer_view import LayerHook
 from tl_geometry.models.layers import Layers
 from tl_geometry.models.norms import NormWeights
 from tl_geometry.models.output_head import OutputHead, infer_head, read_head, unembedding
@@ -64,8 +63,8 @@ class ModelView(Layers):
         return f"ModelView({self.name} ({self.fingerprint}), {about})"
 
     def is_of_model(self, other: ModelView) -> bool:
-        """Whether two views are of one model object."""
-        return self._model is other._model
+        """Whether two views are of one model object, with the same weights."""
+        return self._model is other._model and self.fingerprint == other.fingerprint
 
     @property
     def dtype_name(self) -> str:
@@ -146,16 +145,17 @@ class ModelView(Layers):
         """Final norm, unembedding, bias and soft cap, verified against the model's logits of four
         random tokens; ``None`` where the output is not a linear readout of a norm of the last
         state."""
-        if "head" not in self._found:
-            generator, states = torch.Generator().manual_seed(1), {}
-            last, size = "last", (1, min(4, self.n_ctx))
-            ids = torch.randint(0, self.d_vocab, size, generator=generator)
-            with without_hooks(self._model):
-                logits = self.logits(ids, {self.state_hooks[-1]: keep(states, last)})
-            self._found["head"] = infer_head(self._model, self.unembed(), logits, states[last])
+        reading = self.once("head", self._infer_head)
         like = next(iter(self._model.parameters())).new_empty(self.d_model)
-        reading = self._found["head"]
         return None if reading is None else read_head(self._model, reading, like)
+
+    def _infer_head(self) -> Any:
+        generator, states = torch.Generator().manual_seed(1), {}
+        last, size = "last", (1, min(4, self.n_ctx))
+        ids = torch.randint(0, self.d_vocab, size, generator=generator)
+        with without_hooks(self._model):
+            logits = self.logits(ids, {self.state_hooks[-1]: keep(states, last)})
+        return infer_head(self._model, logits, states[last])
 
     def final_norm(self) -> NormWeights | None:
         """The norm of :meth:`output_head`."""
@@ -237,6 +237,3 @@ class ModelView(Layers):
         provenance = Provenance(**(about | fields))
         hooks = [f"under hooks at {brief(provenance.hooks)}"] if provenance.hooks else []
         return provenance.flagged(*hooks)
-
-
-__all__ = ["Hook", "LayerHook", "ModelView"]

@@ -54,11 +54,11 @@ class HeadReading(NamedTuple):
 
 @torch.no_grad()
 def infer_head(
-    model: Any, W_U: Tensor, logits: LogProbabilities, h: Float[Tensor, "*batch d_model"]
+    model: Any, logits: LogProbabilities, h: Float[Tensor, "*batch d_model"]
 ) -> HeadReading | None:
     """The reading that gives the model's ``logits`` of the last states ``h``, ``None`` where none
     does."""
-    if W_U.shape[0] != h.shape[-1]:
+    if model.W_U.shape[0] != h.shape[-1]:
         return None
     config, exact = getattr(part(model, "original_model"), "config", None), logits.double()
     cap = part(config, "final_logit_softcapping") or part(model.cfg, "output_logits_soft_cap")

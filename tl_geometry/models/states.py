@@ -3,6 +3,7 @@ holds."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -61,7 +62,9 @@ def states_from_cache(cache: Any) -> Float[Tensor, "state batch position d_model
     Raises ``GeometryError`` as :func:`entries_of` does.
     """
     entries, model = getattr(cache, "cache_dict", cache), getattr(cache, "model", None)
-    cached = [int(h.split(".")[1]) for h in entries if h.endswith(f".{BEFORE}")]
+    found = (re.fullmatch(rf"blocks\.(\d+)\.{BEFORE}", name) for name in entries)
+    cached = [int(match[1]) for match in found if match]
     names = state_hooks(len(model.blocks) if model is not None else 1 + max(cached, default=0))
-    states = [entries_of(cache, names)[h] for h in names]
+    checked = entries_of(cache, names)
+    states = [checked[h] for h in names]
     return torch.stack([s.to(states[0].device) for s in states])

@@ -39,8 +39,9 @@ def check_model(model: ModelLike) -> ModelReport:
     """Run a model on a few random tokens and report what the package supports, has verified, and
     refuses for it.
 
-    The first row is the largest reconstruction error of all layers beside what is allowed:
-    recomputed queries, keys, scores and patterns against the model's own. Scores of the last layer
+    The first row is the largest reconstruction error of all layers beside what is allowed (or
+    which layer does not add up): recomputed queries, keys, scores and patterns against the model's
+    own. Scores of the last layer
     are computed once more in float64 on the CPU, so that a device that multiplies wrongly is seen.
 
     Raises ``UnsupportedModelError`` for models that are refused altogether.

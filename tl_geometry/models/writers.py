@@ -221,16 +221,15 @@ def run_written(
     layers: Sequence[int],
     on_layer: OnWritten,
     *,
-    verify: bool = True,
     sample: int | None = None,
     cache: Any = None,
 ) -> None:
     """One forward pass over ``tokens [batch position]`` (or a cache of it) that hands over each of
     ``layers`` with the writers of its input.
 
-    With ``verify`` layers are verified as :meth:`ModelView.run_layers` does, and the writers are
-    added up and compared with the stream. ``sample`` is a row: that context alone is verified,
-    by itself in the same pass.
+    Layers are verified as :meth:`ModelView.run_layers` does, and the writers are added up and
+    compared with the stream. ``sample`` is a row: that context alone is verified, by itself in the
+    same pass.
     """
     writing, last = writing_of(view), max(layers)
     written: list[Written] = []
@@ -244,9 +243,8 @@ def run_written(
             context.check(one.h, one.roundoff)
             on_layer(every, written[0])
         elif layer in layers:
-            every = view.layer(layer, activations, verify=verify)
-            if verify:
-                written[0].check(every.h, every.roundoff)
+            every = view.layer(layer, activations)
+            written[0].check(every.h, every.roundoff)
             on_layer(every, written[0])
         if layer < last:
             written[0].extend(activations)
