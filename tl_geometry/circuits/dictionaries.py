@@ -109,14 +109,11 @@ def _read(source: Any, decoder: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
     scale = ((explained - offset) * features).sum(-1, keepdim=True) / size
     scale = torch.where(size > 0, scale, 1.0)
     error = float((scale * features + offset - explained).abs().max())
-    require(
-        error <= 1e-3 * float(explained.abs().max() + 1),  # a decoder in half precision rounds more
-        f"dictionary {type(source).__name__}",
-        expected="a decode that scales and shifts activations @ W_dec",
-        got=f"a difference of {error:.2g}",
-        instead="(activations, decoder, bias)",
-        error=ReconstructionError,
-    )
+    fits = error <= 1e-3 * float(explained.abs().max() + 1)  # half precision rounds more than u
+    what, expected = type(source).__name__, "a decode that scales and shifts activations @ W_dec"
+    got, instead = f"a difference of {error:.2g}", "(activations, decoder, bias)"
+    kind = ReconstructionError
+    require(fits, f"dictionary {what}", expected=expected, got=got, instead=instead, error=kind)
     return scale * activations, offset
 
 

@@ -106,8 +106,7 @@ def feature_shares(
     start, rows = first_kept(source, drop), batch_of(batch_size, source.length, view.device)
     sums = _FeatureSums(features, [h for _, h in chosen], start, len(source))
     for batch in batches(view, source, cuts(len(source), rows)):
-        first, sample = batch.at.start == 0, batch.sample()
-        view.run_layers(batch.tokens, [features.layer], sums.add, verify=first, **sample)
+        view.run_layers(batch.tokens, [features.layer], sums.add, **batch.sample())
     return FeatureShares(
         provenance=view.provenance(source, window=(start, source.length)),
         heads=chosen,

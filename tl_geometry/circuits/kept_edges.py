@@ -62,7 +62,6 @@ class Faithfulness(Guarded, Result):
     metrics: Float[Tensor, "level context"]
     random: Float[Tensor, "sample level context"]
     chosen: bool
-    seed: int
 
     @property
     def fractions(self) -> Float[Tensor, " level"]:
@@ -210,7 +209,6 @@ def faithfulness(
         metrics=of_circuits[0],
         random=of_circuits[1:],
         chosen=not isinstance(circuit, EdgeScores),
-        seed=seed,
         provenance=view.provenance(pairs, sources=("mueller2025",), seed=seed),
     )
 

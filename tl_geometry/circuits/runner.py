@@ -30,8 +30,8 @@ from torch import Tensor
 
 from tl_geometry.base.errors import ReconstructionError, UnsupportedModelError, fail, require
 from tl_geometry.circuits.arithmetic import Live, NormMap
-from tl_geometry.circuits.streams import Apart, Heads, Reads, Shared, Stream
-from tl_geometry.models.attention import rotate, scores_of
+from tl_geometry.circuits.streams import Apart, Reads, Shared, Stream
+from tl_geometry.models.attention import Heads, rotate, scores_of
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.mlp import MLPModule, MLPSpec, live_mlp
 from tl_geometry.models.model_view import ModelView
@@ -39,7 +39,7 @@ from tl_geometry.models.norms import NormWeights
 from tl_geometry.models.output_head import OutputHead
 from tl_geometry.models.reconstruction import reconstruction_bound
 from tl_geometry.models.runner import keep
-from tl_geometry.models.write_spec import require_decoder, writing_of
+from tl_geometry.models.write_spec import writing_of
 
 
 class Projected(NamedTuple):
@@ -289,7 +289,6 @@ class Runner:
         Raises ``UnsupportedModelError`` for an encoder, a newly initialised head, and an MLP that
         gives something else than its module does for a norm of the stream.
         """
-        require_decoder(view, f"a pass by blocks of {view.name}")
         head = _trained_head(view)
         layers: list[LayerView] = []
 
@@ -373,14 +372,14 @@ class Runner:
         size += float(self.head.b_U.abs().max())
         bound = len(self.blocks) * reconstruction_bound(self.view.roundoff, size)
         error = float((logits - model_logits).abs().max())
-        require(
-            error <= bound,
-            f"logits of {self.view.name}",
-            expected=f"those of a pass by blocks, within {bound:.1e}",
-            got=f"differences of {error:.1e}",
-            instead="the model without hooks that change it; check_model(model) says more",
-            error=ReconstructionError,
+        fits, what = error <= bound, f"logits of {self.view.name}"
+        expected, got = (
+            f"those of a pass by blocks, within {bound:.1e}",
+            f"differences of {error:.1e}",
         )
+        instead = "the model without hooks that change it; check_model(model) says more"
+        kind = ReconstructionError
+        require(fits, what, expected=expected, got=got, instead=instead, error=kind)
 
 
 def _trained_head(view: ModelView) -> OutputHead:

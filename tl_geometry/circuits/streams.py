@@ -13,8 +13,6 @@ Stream = Float[Tensor, "batch position d_model"]
 """The residual stream."""
 Write = Float[Tensor, "position d_model"]
 """What one writer wrote in one context, or a gradient there."""
-Heads = Float[Tensor, "batch position head d_head"]
-"""Vectors of all heads."""
 
 
 class Shared:

@@ -160,7 +160,7 @@ def composition(
     edges = _Edges(view, readers, parts, start, at, len(source), draws, seed)
     for batch in batches(view, source, cuts(len(source), rows), progress=progress, seed=seed):
         add = partial(edges.add, batch.at.start)
-        run_written(view, batch.tokens, list(readers), add, verify=False, sample=batch.row)
+        run_written(view, batch.tokens, list(readers), add, sample=batch.row)
     names = writer_names(view, max(readers), parts)
     pick = torch.tensor([order.index(head) for head in chosen])
     return Composition(

@@ -14,7 +14,7 @@ from tl_geometry.interventions.edge_edits import edge, parts_of, writers_before
 from tl_geometry.interventions.head_edits import heads
 from tl_geometry.interventions.path_edits import path
 from tl_geometry.interventions.prompts import Edit
-from tl_geometry.interventions.surrogates import surrogate
+from tl_geometry.interventions.surrogates import WITH_DIRECTIONS, surrogate
 from tl_geometry.interventions.terms import PAIRS, pairs_of, planes, term
 
 CONTROLS = ("shrink", "terms", "heads", "planes", "directions", "writers")
@@ -44,14 +44,15 @@ def draws_of(
         fits = count is not None and (control in ("shrink", "terms") or count >= 2)
         require(fits, "draws", expected="at least 2 random ones", got=repr(draws))
         for name, edit in edits.items():
-            named = _named(edit, control, range(seed, seed + (count or 0)), taken)
+            seeds = [(seed + draw) % 2**32 for draw in range(count or 0)]
+            named = _named(edit, control, seeds, taken)
             found |= {(name, beside): made for beside, made in named.items()}
         got = f"{control!r}, which none of {list(edits)[:4]} has"
         require(len(found) > before, "control", expected="a control of some edit", got=got)
     return found
 
 
-def _named(edit: Edit, control: str, seeds: range, taken: set[Head]) -> dict[str, list[Draw]]:
+def _named(edit: Edit, control: str, seeds: list[int], taken: set[Head]) -> dict[str, list[Draw]]:
     """The controls of one edit, by their names."""
     again: Any = edit.again
     if again is None or again.keywords.get("how") == "swap":
@@ -66,8 +67,8 @@ def _named(edit: Edit, control: str, seeds: range, taken: set[Head]) -> dict[str
         return {"shrink": [_draw(again, how="shrink")]} if of else {}
     if kind is not {"planes": planes, "directions": surrogate, "writers": edge}[control]:
         return {}
-    if options.get("part") in ("diagonal", "none"):
-        return {}  # which hold no directions
+    if kind is surrogate and options["part"] not in WITH_DIRECTIONS:
+        return {}
     if control == "writers":
         return _random_writers(edit, seeds)
     drawn = [{"draw": s} if kind is planes else {"random": True, "seed": s} for s in seeds]
@@ -90,18 +91,18 @@ def _other_terms(again: Any) -> dict[str, list[Draw]]:
     return {f"{how} {'-'.join(p)}": [_draw(again, names=p)] for p in others}
 
 
-def _random_heads(edit: Edit, seeds: range, taken: set[Head]) -> dict[str, list[Draw]]:
+def _random_heads(edit: Edit, seeds: list[int], taken: set[Head]) -> dict[str, list[Draw]]:
     """As many heads, drawn from those that could stand in their place and that no edit has."""
     again: Any = edit.again
     key = {heads: "names", path: "senders"}.get(again.func, "heads")
     pool, size = [head for head in edit.pool if head not in taken], len(set(edit.heads))
-    if size == 0 or not edit.pool:
+    if not edit.pool:
         return {}
     drawn = _drawn(pool, size, seeds, f"{size} other heads that no edit has")
     return {"random heads": [_draw(again, **{key: heads}) for heads in drawn]}
 
 
-def _random_writers(edit: Edit, seeds: range) -> dict[str, list[Draw]]:
+def _random_writers(edit: Edit, seeds: list[int]) -> dict[str, list[Draw]]:
     """As many other writers (heads, MLPs, embeddings) that come before the same heads."""
     again: Any = edit.again
     own = again.keywords["writer"]
@@ -116,7 +117,9 @@ def _random_writers(edit: Edit, seeds: range) -> dict[str, list[Draw]]:
     return {"random writers": [_draw(again, writer=writers) for writers in drawn]}
 
 
-def _drawn(pool: Sequence[Any], size: int, seeds: range, expected: str) -> list[tuple[Any, ...]]:
+def _drawn(
+    pool: Sequence[Any], size: int, seeds: list[int], expected: str
+) -> list[tuple[Any, ...]]:
     """Sets of so many of a pool, drawn one after the other from the first seed, so that edits of
     one size share them."""
     require(len(pool) >= size, "control", expected=expected, got=len(pool), instead="fewer edits")

@@ -104,16 +104,17 @@ def edge(
     >>> with tlg.interventions.edge(model, tokens, "L0H0", "L1H0"):
     ...     logits = model(tokens)
     """
-    view, given = known_view(model), [side] if isinstance(side, str) else list(side)
+    view, given = known_view(model), checks.several(side)
     require_decoder(view, f"edges of {view.name}")
     checks.choice(how, HOW, "how")
     used, expected = counterfactual is None or how == "swap", 'how="swap" beside it'
     require(used, "counterfactual", expected=expected, got=f"how={how!r}")
+    require(len(given) > 0, "side", expected=f"one of {SIDES} at least", got="none")
     letters = "".join(checks.choice(s, SIDES, "side")[0] for s in given)
     known = Known.of(view, prompts, counterfactual, prepend_bos)
     length = known.rows.tokens.shape[1]
     start = int(known.rows.has_bos) if drop is None else checks.index(drop, length, "drop")
-    writers = [writer] if isinstance(writer, str) else list(writer)
+    writers = checks.several(writer)
     chosen, tokens = checks.heads(heads, view.n_layers, view.n_heads), known.rows.tokens
     layers = heads_by_layer(chosen)
     before = writers_before(view, min(layers))
@@ -125,8 +126,8 @@ def edge(
     reads = clean_reads(view, tokens, writers, layers)
     others: dict[int, Read] = {}
     if how == "swap":
-        source = known.counterfactual
-        source = from_another(tokens, seed) if source is None else source
+        alone = known.counterfactual is None
+        source = from_another(tokens, seed) if alone else known.others
         others = clean_reads(view, source, writers, layers)
 
     def make(_: Known | None) -> list[NamedHook]:
@@ -144,7 +145,7 @@ def edge(
             hooks += edited_attention(view, at, some, edited, values)
         return hooks
 
-    options: dict[str, Any] = {"writer": writer, "heads": heads, "side": side, "how": how}
+    options: dict[str, Any] = {"writer": writers, "heads": chosen, "side": given, "how": how}
     options |= {"drop": drop, "seed": seed}
     again = partial(edge, model=view, prompts=known, **options)  # with their counterfactuals
     # heads in whose place others may stand come after the writers too

@@ -274,9 +274,7 @@ def effects(
         parts = [run.all(of, drawn, bar) for run, of in zip(runs, given, strict=True)]
     # the prompts in their own order
     order = torch.cat([group.rows for group in groups]).argsort()
-    found: dict[Any, Tensor] = {
-        key: torch.cat([part[key] for part in parts], -1)[..., order] for key in parts[0]
-    }
+    found = {key: torch.cat([part[key] for part in parts], -1)[..., order] for key in parts[0]}
     copies = len(asked) - len({row.numpy().tobytes() for row in asked.ids})
     flags = [f"{copies} prompts are copies of others: intervals count them"] if copies else []
     flags += [flag for edit in chosen.values() for flag in edit.flags]
@@ -297,7 +295,7 @@ def _checked(view: ModelView, edits: Any) -> dict[str, Edit]:
     fits = fits and all(isinstance(edit, Edit) for edit in edits.values())
     expected, instead = "a mapping from names to edits", "{name: interventions.term(...)}"
     require(fits, "edits", expected=expected, got=type(edits).__name__, instead=instead)
-    others = [n for n, edit in edits.items() if edit.view.fingerprint != view.fingerprint]
+    others = [name for name, edit in edits.items() if not edit.view.is_of_model(view)]
     expected = f"edits of {view.name} as it is now"
     require(not others, "edits", expected=expected, got=f"edits of another model: {others[:4]}")
     return {str(name): edit for name, edit in edits.items()}

@@ -61,7 +61,7 @@ def places(view: ModelView, names: Any) -> list[Place]:
             if hook is None:
                 fail(str(name), expected="a block with an MLP", got=f"none in block {at}")
             of_blocks.append((hook, at, ()))
-    wanted, blocks_alone = None if given == [None] else some, not some and bool(of_blocks)
+    wanted, blocks_alone = None if names is None else some, not some and bool(of_blocks)
     chosen = () if blocks_alone else checks.heads(wanted, view.n_layers, view.n_heads)
     of_heads = heads_by_layer(chosen).items()
     return [*((view.z_hooks[at], at, heads) for at, heads in of_heads), *of_blocks]
@@ -141,7 +141,7 @@ def heads(
     view = known_view(model)  # `each` and controls make many edits of one view
     checks.choice(by, BY, "by")
     known = known_prompts(view, by, reference, counterfactual, prepend_bos)
-    where = places(view, names)
+    where, positions = places(view, names), given_positions(positions)
 
     def make(known: Known | None) -> list[NamedHook]:
         new = Replacement(by, known, {}, seed)
@@ -227,12 +227,19 @@ def one_hot(some: Sequence[int], size: int, like: Tensor) -> Bool[Tensor, " _"]:
     return mask
 
 
-def positions_of(wanted: Any, length: int, known: Known | None) -> list[int]:
+def given_positions(wanted: Any) -> tuple[Any, ...] | None:
+    """Positions as they were given, one or several, or ``None`` for all."""
+    given = None if wanted is None else checks.several(wanted)
+    require(given != (), "positions", expected="one at least, or None for all", got="none")
+    return given
+
+
+def positions_of(wanted: tuple[Any, ...] | None, length: int, known: Known | None) -> list[int]:
     """Positions of a pass by number (-1 is the last) or by name, all for ``None``."""
     if wanted is None:
         return list(range(length))
     found: list[int] = []
-    for at in [wanted] if isinstance(wanted, str) else checks.several(wanted):
+    for at in wanted:
         if isinstance(at, str):
             if known is None:
                 fail("reference", expected=f"prompts that have a position {at!r}", got="none")

@@ -19,6 +19,7 @@ from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.interventions.head_edits import (
     BY,
     Replacement,
+    given_positions,
     known_prompts,
     one_hot,
     positions_of,
@@ -127,7 +128,7 @@ def path(
     require_decoder(view, f"paths of {view.name}")
     checks.choice(by, BY, "by")
     chosen = checks.heads(senders, view.n_layers, view.n_heads)
-    to = Receivers.of(view, receivers)
+    to, positions = Receivers.of(view, receivers), given_positions(positions)
     known = known_prompts(view, by, reference, counterfactual, prepend_bos)
     last = to.last_sender(view)
     late = [checks.head_name(head) for head in chosen if head[0] > last]
@@ -148,7 +149,7 @@ def path(
         hooks += [_sender(view, at, some, new, written_more) for at, some in senders.items()]
         return [*hooks, *_receiving(view, to, stream)]
 
-    options: dict[str, Any] = {"senders": senders, "receivers": receivers, "by": by, "seed": seed}
+    options: dict[str, Any] = {"senders": chosen, "receivers": receivers, "by": by, "seed": seed}
     options |= {"reference": known, "positions": positions}
     pool = [head for head in checks.heads(None, view.n_layers, view.n_heads) if head[0] <= last]
     together, again = by == "prompt", partial(path, model=view, **options)

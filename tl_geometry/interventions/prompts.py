@@ -64,10 +64,16 @@ class Known:
 
     @property
     def others(self) -> Int[Tensor, "batch position"]:
-        """The counterfactuals, refused where there are none."""
+        """The counterfactuals, refused where there are none, and where copies of a prompt have
+        different ones, which no state of a pass tells apart."""
         if self.counterfactual is None:
             expected = "prompts with counterfactuals"
             fail("counterfactuals", expected=expected, got="none", instead="counterfactual=")
+        pairs = torch.cat([self.rows.tokens, self.counterfactual], 1)
+        prompts, pairs = (len(ids.unique(dim=0)) for ids in (self.rows.tokens, pairs))
+        got, instead = f"{pairs} for {prompts} different prompts", "a call for each"
+        expected = "one for each prompt, the same for its copies"
+        require(pairs == prompts, "counterfactuals", expected=expected, got=got, instead=instead)
         return self.counterfactual
 
     def activation(self, name: str, of: str) -> Float[Tensor, "..."]:
@@ -86,16 +92,7 @@ class Known:
 
     def hook(self, into: dict[str, Tensor]) -> NamedHook:
         """A hook that notes which of the prompts the rows of a pass are, by their first state, as
-        ``into["rows"]``; a pass over other tokens is refused, and so are copies of a prompt that
-        have different counterfactuals, which no state tells apart."""
-        if self.counterfactual is not None:
-            pairs = torch.cat([self.rows.tokens, self.counterfactual], 1)
-            prompts, pairs = (len(ids.unique(dim=0)) for ids in (self.rows.tokens, pairs))
-            got, instead = f"{pairs} for {prompts} different prompts", "a call for each"
-            expected = "one for each prompt, the same for its copies"
-            require(
-                pairs == prompts, "counterfactuals", expected=expected, got=got, instead=instead
-            )
+        ``into["rows"]``; a pass over other tokens is refused."""
         name = self.view.state_hooks[0]
         first = self.activation(name, "prompts")
         size = float(first.abs().max())
@@ -152,7 +149,7 @@ class Edit(LiveEdit):
         again: Again | None = None,
         flags: MutableMapping[str, None] | None = None,
     ) -> None:
-        if again is not None and "seed" in again.keywords:
+        if again is not None:
             check_seed(again.keywords["seed"], "seed")
         self.make, self.known, self.together, self.again = make, known, together, again
         self.pool, self.flags = tuple(pool), {} if flags is None else flags

@@ -40,6 +40,7 @@ from tl_geometry.weights.vocabulary import factors_of
 
 PARTS = ("structured", "low_rank", "diagonal", "none")
 OF_ROTARY = ("low_rank", "none")
+WITH_DIRECTIONS = ("structured", "low_rank")
 DIRECTIONS, RANK = 60, 20
 """The most directions, and how many by default: those of Song & Zhong 2023."""
 
@@ -93,12 +94,16 @@ def surrogate(
     basis.check_model(view)
     most = min(DIRECTIONS, view.d_model)
     number = checks.count(min(RANK, most) if rank is None else rank, "rank", most=most)
-    chosen = heads_by_layer(checks.heads(heads, view.n_layers, view.n_heads))
+    along, expected = part in WITH_DIRECTIONS, "a part with directions beside random=True"
+    require(along or not random, "part", expected=expected, got=repr(part))
+    of_heads = checks.heads(heads, view.n_layers, view.n_heads)
+    chosen = heads_by_layer(of_heads)
     factors = {} if part in OF_ROTARY else dict(factors_of(view, list(chosen), "QK"))
     parts: dict[int, tuple[Tensor, ...]] = {}
     for layer, some in chosen.items():
-        V = directions(view, basis, layer, number or most, seed if random else None)
-        V = V if part in ("structured", "low_rank") else V[:, :0]
+        V = torch.zeros(view.d_model, 0)
+        if along:
+            V = directions(view, basis, layer, number, seed if random else None)
         parts[layer] = (V,)
         if part not in OF_ROTARY:
             W = Factors(*(side[list(some)] for side in (factors[layer].left, factors[layer].right)))
@@ -115,9 +120,9 @@ def surrogate(
         q, k = (einsum(x, s[:, :, list(run.heads)], "b i d, b i h -> b h i d") for s in sides)
         return rest + (q @ V) @ L @ (k @ V).mT + (q * delta.unsqueeze(-2)) @ k.mT
 
-    options: dict[str, Any] = {"heads": heads, "part": part, "rank": rank, "random": random}
+    options: dict[str, Any] = {"heads": of_heads, "part": part, "rank": rank, "random": random}
     again = partial(surrogate, model=view, basis=basis, seed=seed, **options)
-    return edit_of_scores(view, heads, scores, again=again)
+    return edit_of_scores(view, of_heads, scores, basis=basis, again=again)
 
 
 def directions(

@@ -96,9 +96,11 @@ def edit_of_scores(
     heads: HeadsLike,
     scores: NewScores,
     first: Sequence[NamedHook] = (),
+    basis: PositionContext | None = None,
     **options: Any,
 ) -> Edit:
-    """An edit of the scores of ``heads``; ``first`` are hooks before it."""
+    """An edit of the scores of ``heads``; ``first`` are hooks before it. Others that could stand in
+    their place are those of all layers, or of the layers that the ``basis`` has."""
     chosen = checks.heads(heads, view.n_layers, view.n_heads)
 
     def make(known: Known | None) -> list[NamedHook]:
@@ -106,7 +108,8 @@ def edit_of_scores(
         edited = [edited_attention(view, layer, some, scores) for layer, some in of_layers]
         return [*first, *chain.from_iterable(edited)]
 
-    pool = checks.heads(None, view.n_layers, view.n_heads)
+    layers = None if basis is None else [at for at in basis.states if at < view.n_layers]
+    pool = checks.heads(None, view.n_layers, view.n_heads, layers)
     return Edit(view, make, heads=chosen, pool=pool, **options)
 
 
@@ -176,6 +179,8 @@ def term(
     """
     view, pairs = as_view(model), pairs_of(names)
     checks.choice(how, HOW, "how")
+    # with "keep" the terms of mean and constants stay
+    require(pairs or how == "keep", "term", expected="at least one", got="none")
     require_basis(basis)
     basis.check_model(view)
     basis.require_identifiable("interventions")
@@ -192,12 +197,13 @@ def term(
         X = X if run.bias is None or ALIBI_TERM not in pairs else X + run.bias
         return changed(how, run, X, seed=seed, drop=basis.window[0])
 
-    for layer, _ in checks.heads(heads, view.n_layers, view.n_heads):
+    chosen = checks.heads(heads, view.n_layers, view.n_heads)
+    for layer, _ in chosen:
         basis.index(layer)
     first = [bos_check(view, basis)] if view.bos_id is not None else []
-    again = partial(term, model=view, basis=basis, names=names, heads=heads, how=how, seed=seed)
-    together = how in ("mean", "swap")
-    return edit_of_scores(view, heads, new, first, again=again, together=together, flags=flags)
+    again = partial(term, model=view, basis=basis, names=pairs, heads=chosen, how=how, seed=seed)
+    options = {"again": again, "together": how in ("mean", "swap"), "flags": flags}
+    return edit_of_scores(view, chosen, new, first, basis, **options)
 
 
 @torch.no_grad()

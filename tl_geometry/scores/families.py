@@ -105,6 +105,8 @@ def _given_parts(given: UserParts, n_layers: int, layer: LayerView, _: Written |
     parts: Parts = {}
     for name, value in given.items():
         what = f"part {name!r}"
+        is_tensor, got = isinstance(value, Tensor), checks.describe(value)
+        require(is_tensor, what, expected="a tensor [batch position d_model]", got=got)
         if value.dim() == 4:
             fits = len(value) in (n_layers, n_layers + 1)
             expected = f"a first axis of {n_layers} layers"

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tl_geometry.base.checks import count
+from tl_geometry.base.errors import require
 from tl_geometry.base.linalg import transposed, unit_roundoff
 from tl_geometry.base.rows import row_center
 from tl_geometry.base.sums import Sums
@@ -53,8 +54,10 @@ them)."""
 
 def first_kept(source: TokenWindows, drop: int | None) -> int:
     """The first position that counts: ``drop``, by default that after a BOS token."""
-    # two positions at least are left
-    return count(int(source.has_bos) if drop is None else drop, "drop", 0, source.length - 2)
+    drop = int(source.has_bos) if drop is None else count(drop, "drop", 0)
+    expected = f"at least {drop + 2} positions, of which {drop} are left out"
+    require(source.length > drop + 1, "tokens", expected=expected, got=source.length)
+    return drop
 
 
 @dataclass(frozen=True, eq=False)

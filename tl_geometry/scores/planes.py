@@ -191,11 +191,8 @@ class PlaneTable(TermResult):
         more than half) and by gain, each with a clear lead, else ``"unclear"``."""
         member = torch.stack([self.head_planes.chosen(band) for band in BANDS], -1).to(self.cs)
         cs, gs = ((x.unsqueeze(-1) * member).sum(1) for x in (self.total_cs, self.total_gs))
-        labels, shares = dominant(cs, gs, BANDS).labels, torch.cat([cs, gs], 1).tolist()
-        each = zip(self.heads, labels, shares, strict=True)
-        columns = [f"{share}_{band}" for share in ("cs", "gs") for band in BANDS]
-        return Table(
-            provenance=self.provenance,
-            names=("layer", "head", "dominant", *columns),
-            cells=tuple((*head, label, *row) for head, label, row in each),
-        )
+        layers, heads = zip(*self.heads, strict=True)
+        columns = {"layer": layers, "head": heads, "dominant": dominant(cs, gs, BANDS).labels}
+        for share, values in (("cs", cs), ("gs", gs)):
+            columns |= {f"{share}_{band}": x for band, x in zip(BANDS, values.mT, strict=True)}
+        return Table.of(columns, self.provenance)

@@ -126,9 +126,8 @@ def shared_heads(
     parts of the basis come first, then constants, if there are any, then cvec."""
     rest, constants, scales = list[Tensor](), list[Tensor](), list[Tensor]()
     for which, scale in (("q", layer.scale), ("k", 1.0)):
-        total, constant = (
-            getattr(layer, n)[contexts, start:] for n in (which, f"{which}_constant")
-        )
+        names = (which, f"{which}_constant")
+        total, constant = (getattr(layer, name)[contexts, start:] for name in names)
         constant = constant[:1] if constant.stride(0) == 0 else constant  # one for all contexts
         total, constant = (rearrange(x * scale, "b i h e -> h b i e") for x in (total, constant))
         frozen = frozen_scale(layer, which, mapped.normalized)[contexts, start:] * scale

@@ -117,7 +117,7 @@ class ShareTable(TermResult):
 
     def _summed(self, values: Tensor, by: str) -> Tensor:
         """Values of terms (the last axis) as they are, or summed to groups."""
-        if by == "term":
+        if self.names(by) == self.terms:
             return values
         member = [[group_of(term) == group for group in self.groups] for term in self.terms]
         return values @ torch.tensor(member).reshape(len(self.terms), -1).to(values)
@@ -160,9 +160,7 @@ class ShareTable(TermResult):
         zero. ``shares [head term]`` say which two terms are first, ``samples [head sample term]``
         give the margin of these two in each sample."""
         order = shares.nan_to_num(-torch.inf).argsort(dim=-1, descending=True, stable=True)
-        first, second = samples.gather(
-            2, order[:, None, :2].expand(-1, samples.shape[1], -1)
-        ).unbind(2)
+        first, second = torch.take_along_dim(samples, order[:, None, :2], dim=2).unbind(2)
         return self._jackknife(first - second).low > 0
 
     def planes(self) -> PlaneTable:

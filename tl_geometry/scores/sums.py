@@ -86,10 +86,9 @@ class ShareSums(Sums):
         change, parts = change.to(self.total), change.shape[1]
 
         def changed(values: Tensor) -> Tensor:
-            table = values[..., : parts**2].unflatten(-1, (parts, parts))
-            return torch.cat(
-                [(change @ table @ change.mT).flatten(-2), values[..., parts**2 :]], -1
-            )
+            pairs, rest = values[..., : parts**2], values[..., parts**2 :]
+            table = pairs.unflatten(-1, (parts, parts))
+            return torch.cat([(change @ table @ change.mT).flatten(-2), rest], -1)
 
         pairs = ("numerators", "gains", "by_plane")
         return self.mapped(lambda name, value: changed(value) if name in pairs else value)

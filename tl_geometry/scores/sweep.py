@@ -154,7 +154,7 @@ def sweep_heads(
     for batch in batches(view, source, cut, progress=progress, seed=seed):
         sample = batch.sample(lambda layer: sums[layer.layer].verify(layer))
         add = lambda layer: sums[layer.layer].add(layer)  # noqa: E731
-        view.run_layers(batch.tokens, swept, add, verify=False, **sample)
+        view.run_layers(batch.tokens, swept, add, **sample)
     table = _table(view, source, basis, sums, seed)
     table = table.select(torch.tensor([table.heads.index(head) for head in chosen]))
     if not intervals:
@@ -285,10 +285,8 @@ class LayerSums:
     def null(self, seed: int) -> dict[str, Tensor]:
         """The null of position and its p-values."""
         assert self.noise is not None
-        noise = self.noise.to("cpu")
-        return resampling.position_null(
-            self.pairs, self.share, noise, rotary=self.rotary, seed=seed
-        )
+        sums, noise = self.pairs, self.noise.to("cpu")
+        return resampling.position_null(sums, self.share, noise, rotary=self.rotary, seed=seed)
 
 
 def _table(
@@ -300,7 +298,7 @@ def _table(
 ) -> SweepTable:
     """The finished table of all heads of the layers."""
     of_layers, has_bos, drop = list(sums.values()), source.has_bos, basis.window[0]
-    types = measure_types(view, list(sums), bos=bool(has_bos), seed=1234 + seed)
+    types = measure_types(view, list(sums), bos=bool(has_bos), seed=(1234 + seed) % 2**32)
     intervals = of_layers[0].intervals
     more: dict[str, Any] = {}
     if intervals:

@@ -25,7 +25,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry.base import checks
-from tl_geometry.base.errors import UnsupportedModelError, fail
 from tl_geometry.base.guarded import Guarded
 from tl_geometry.base.results import Provenance, Result
 from tl_geometry.corpus.token_windows import TokensLike
@@ -127,9 +126,9 @@ def _of_layer(
 ) -> ValueSplit:
     """The split of the chosen heads of one layer. The sums over parts of values and of z are
     compared with the model's ``v`` and ``z``."""
-    if layer.pattern is None or layer.v is None or layer.z is None:
-        expected = "hooks of pattern, values and z"
-        fail(f"layer {layer.layer}", expected=expected, got="none", error=UnsupportedModelError)
+    assert layer.pattern is not None  # layers that are verified have all three
+    assert layer.v is not None
+    assert layer.z is not None
     values, pattern = family.project(layer, "v", heads, written), layer.pattern[:, heads]
     z = einsum(pattern, values, "b h i j, part b j h e -> part b i h e")
     size = einsum(pattern, values.abs().sum(0), "b h i j, b j h e -> b i h e")

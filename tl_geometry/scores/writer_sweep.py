@@ -114,7 +114,7 @@ def sweep_writers(
 
     cut = cuts(len(source), batch_of(batch_size, source.length, view.device))
     for batch in batches(view, source, cut, progress=progress, seed=seed):
-        run_written(view, batch.tokens, chosen, on_layer, verify=False, sample=batch.row)
+        run_written(view, batch.tokens, chosen, on_layer, sample=batch.row)
     writers = writer_names(view, max(chosen), grain)
     alibi, each = any(bool(sums[l].alibi.any()) for l in chosen), []
     for l in chosen:
