@@ -29,9 +29,7 @@ USAGE: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickE
 NAMES = "A name that TransformerLens knows, a directory, smollm2 or minilm; none: the embedded one."
 
 Model = Annotated[str | None, Argument(help=NAMES)]
-Corpus = Annotated[
-    list[Path] | None, Option(help="Text file, may be repeated; none: Python's own.")
-]
+Corpus = Annotated[list[Path] | None, Option(help="Text file, repeatable; none: Python's own.")]
 Contexts = Annotated[int | None, Option(min=1, help="Windows to use; none: enough, or all.")]
 Length = Annotated[int | None, Option(min=2, help="Tokens of a window.")]
 Bos = Annotated[bool | None, Option("--bos/--no-bos", help="Begin with BOS; none: as the model.")]
@@ -155,6 +153,7 @@ def fit(
     view = inputs.load_model(model, device, dtype, processed=processed)
     size = length or min(inputs.LENGTH, view.n_ctx)
     rows = inputs.windows_of(view, corpus, size, contexts, prepend_bos=bos, seed=seed)
+    require(len(rows) >= n, "--shard", expected=f"at most {len(rows)} shards", got=shard)
     rows = rows[(i - 1) * len(rows) // n : i * len(rows) // n]
     basis = decompose(view, rows, batch_size=batch_size, seed=seed, progress=not quiet)
     basis.save(out, full=full)
@@ -195,7 +194,8 @@ def trace(
     """One logit back to the tokens, as a graph: which heads and MLPs wrote it, and why heads looked
     where they looked. Writes a page, nodes, edges and tokens as CSV, and JSON for Neuronpedia."""
     fits, expected = len(words) <= 2 and words[-1], "a prompt, or a model and a prompt"
-    require(fits, "PROMPT", expected=expected, got=f"{len(words)} texts", instead="quotes")
+    got = f"{len(words)} texts" if words[-1] else "an empty one"
+    require(fits, "PROMPT", expected=expected, got=got, instead="quotes")
     name = words[0] if len(words) == 2 else None
     inputs.check_model(name, device, dtype)
     require(0 < keep <= 1, "--keep", expected="a share above 0, at most 1", got=keep)

@@ -89,10 +89,8 @@ class LangevinModel(Guarded, Result):
         least = NEGLIGIBLE * aligned.S.amax(-1, keepdim=True)
         S = torch.maximum(aligned.S, least).clamp(min=TINY)
         raised = int((aligned.S < S).sum())
-        about = ensemble.provenance.flagged(*[f"{raised} stretches clamped"] * bool(raised))
-        return LangevinModel(
-            U=aligned.U, S=S, times=times, alpha=alpha, rate=rate, provenance=about
-        )
+        made = ensemble.provenance.flagged(*[f"{raised} stretches clamped"] * bool(raised))
+        return LangevinModel(U=aligned.U, S=S, times=times, alpha=alpha, rate=rate, provenance=made)
 
     def _rows(self, *times: float) -> list[int]:
         """Indices of the states at some times, which do not fall."""

@@ -16,6 +16,7 @@ from scipy.optimize import linprog, minimize_scalar
 from scipy.stats import false_discovery_control
 from torch import Tensor
 
+from tl_geometry.base.checks import several
 from tl_geometry.base.errors import choice, require
 from tl_geometry.base.tables import Table
 from tl_geometry.flow.ensemble import MAD_TO_SD
@@ -262,7 +263,7 @@ def layer_anomalies(
     Returns a row per measure and target state: ``measure, state, excess, z, limit, flagged``.
     """
     rows: list[dict[str, Any]] = []
-    for measure in of:
+    for measure in several(of):
         start, end, values = _pairs(report, measure)
         design = torch.stack([torch.ones_like(end), end, torch.log(end - start)], dim=1)
         states: list[Any] = sorted({*report.column("start"), *report.column("end")}, key=float)

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry.base.checks import describe
-from tl_geometry.base.errors import choice, fail, require
+from tl_geometry.base.errors import choice, count, fail, require
 from tl_geometry.base.intervals import t_quantile
 
 
@@ -59,7 +59,8 @@ def separability(
     expected = "equally many with paired=True"
     require(not paired or len(a) == len(b), "rows", expected=expected, got=f"{len(a)} and {len(b)}")
     expected, got = "at least 10 each", f"{describe(a)} and {describe(b)}"
-    require(min(len(a), len(b)) >= 10 and repeats >= 2, "rows", expected=expected, got=got)
+    require(min(len(a), len(b)) >= 10, "rows", expected=expected, got=got)
+    repeats = count(repeats, "repeats", 2)
     points = torch.cat([a, b]).double().cpu().numpy()
     classes = np.repeat([1, 0], [len(a), len(b)])
     # one group for each trajectory

@@ -125,7 +125,7 @@ def position_states(
     basis.require_identifiable("positional_report")
     k, frequencies = count(k, "k"), count(frequencies, "frequencies")
     used = positional.usable_k(k, min(basis.pos.shape[1:]))
-    flags = [f"rank bound k={used} of {k} (short window)"] if used < k else []
+    flags = [f"rank bound k={used} of {k} (few positions or dimensions)"] if used < k else []
     flags += [] if basis.has_second_moments else ["no second moments: no relative norm"]
     rows = range(len(basis.states))
     return [PositionState(basis, row, k=used, frequencies=frequencies) for row in rows], flags
@@ -208,4 +208,4 @@ def positional_report(
         values["split_half"] = halves[row : row + 1]
         null_values = state.nulls(torch.stack(orders), signs, isotropic) if isotropic else {}
         per_state.append((values, null_values))
-    return report_table(basis, sets, per_state, flags, FEWEST, draws * nulls, CHANCE, seed)
+    return report_table(basis, sets, per_state, flags, FEWEST, draws * drawn, CHANCE, seed)

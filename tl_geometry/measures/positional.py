@@ -212,8 +212,8 @@ def _pseudo_noise(s: Tensor, k: int) -> Tensor:
     singular values.
     """
     p = s.shape[-1]
-    expected = f"k >= 1 and 2k + 1 < {p} (the smaller side of the matrix)"
-    instead = f"k={max(1, usable_k(k, p))}"
+    expected, most = f"k >= 1 and 2k + 1 < {p} (the smaller side of the matrix)", usable_k(k, p)
+    instead = f"k={most}" if most > 0 else "a larger matrix"
     require(k >= 1 and 2 * k + 1 < p, "k", expected=expected, got=k, instead=instead)
     edge, l = s[..., k : k + 1], torch.arange(k, dtype=s.dtype, device=s.device)
     a = (1 - (l / k) ** (2 / 3)) / (2 ** (2 / 3) - 1)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -160,7 +161,7 @@ def _truncation(view: Any, paths: Trajectories, K: tuple[int, ...], progress: bo
         return []
     grid = tuple(k for k in K if k <= paths.aligned_bases.rank)
     curve = flow.truncation_kl(view, paths.tokens, paths, K=grid, progress=progress)
-    columns: list[Any] = [curve.column(name) for name in ("kl", "top5")]
+    grid, *columns = (curve.column(name) for name in ("K", "kl", "top5"))  # sorted, each once
     kl, top5 = (dict(zip(grid, column, strict=True)) for column in columns)
     # the reply's criterion: a tenth of the KL at the smallest K
     sufficient = [k for k in grid if kl[k] <= 0.1 * kl[grid[0]]]
@@ -196,7 +197,6 @@ def _from_gibberish(real: Trajectories, random: Trajectories, seed: int) -> Row:
     note = f"{count} trajectories of {length} tokens, held out"
     note += "" if count == most else f"; published protocol: {most:,}"
     states = zip(real.X.unbind(1), random.X.unbind(1), strict=True)
-    lowest = min(
-        flow.separability(a, b, classifier="perceptron", seed=seed).accuracy for a, b in states
-    )
+    tell = partial(flow.separability, classifier="perceptron", seed=seed)
+    lowest = min(tell(a, b).accuracy for a, b in states)
     return "perceptron accuracy against gibberish, lowest layer", lowest, note

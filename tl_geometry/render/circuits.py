@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tl_geometry.base.errors import choice, require
+from tl_geometry.base.errors import choice, count, require
 from tl_geometry.base.results import Result
 from tl_geometry.circuits.kept_edges import Faithfulness
 from tl_geometry.render import figure as draw
@@ -43,7 +43,7 @@ def composition_figure(
     table: Any = draw.frame(composition, "layer", "head", "side", share, random, low, high)
     table = table[table[share].notna()].rename(columns={"writer": "part"})
     # rounding orders no equals: all that heads of the first block read is the embedding
-    edges = table.iloc[(-table[share].abs()).round(6).argsort(kind="stable")].head(n)
+    edges = table.iloc[(-table[share].abs()).round(6).argsort(kind="stable")].head(count(n, "n"))
     names = [
         f"L{row['layer']}H{row['head']} {row['side']} \N{LEFTWARDS ARROW} {row['part']}"
         for row in edges.to_dict("records")
@@ -77,11 +77,11 @@ def composition_figure(
 def faithfulness_curve(
     results: Faithfulness | Mapping[str, Faithfulness], *, ax: draw.Axes | None = None
 ) -> draw.View:
-    """Faithfulness f of pruned runs over the share of edges (or nodes) that are kept, with 95%
+    """Faithfulness f of pruned runs over the share of edges that are kept, with 95%
     intervals over prompts, beside that of random circuits of equal size.
 
     Args:
-        results: from :func:`tl_geometry.faithfulness` for ranked edges or nodes; several by name,
+        results: from :func:`tl_geometry.faithfulness` for ranked edges; several by name,
             to compare rankings. The random circuits drawn are those of the first.
         ax: axes to draw into.
 
@@ -100,10 +100,8 @@ def faithfulness_curve(
     require(few, "results", expected=expected, got=len(named))
     for each in named.values():
         draw.require_result(each, Faithfulness, "results", "faithfulness(model, prompts, scores)")
-    units = {"sets" if r.chosen else r.unit for r in named.values()}  # a chosen set is one point
-    single, expected = len(units) == 1 and "sets" not in units, "curves of edges, or of nodes"
-    require(single, "results", expected=expected, got=", ".join(sorted(units)))
-    unit = units.pop()
+    chosen = [name for name, result in named.items() if result.chosen]  # each is one point
+    require(not chosen, "results", expected="ranked edges", got=f"chosen sets: {chosen}")
     figure, (axis,) = draw.panels(ax, size=(draw.WIDTH, 3.2))
     first = next(iter(named.values()))
     for color, (name, result) in zip(draw.LINES, named.items(), strict=False):
@@ -116,12 +114,12 @@ def faithfulness_curve(
     axis.plot(at, null.mean(0), "s--", **random)
     axis.fill_between(at, null.amin(0), null.amax(0), color=draw.NULL, alpha=0.2, lw=0)
     axis.axhline(1, color=draw.NULL, lw=0.5)
-    axis.set(xscale="log", xlabel=f"{unit} kept (%)", ylabel="faithfulness f (share of the metric)")
+    axis.set(xscale="log", xlabel="edges kept (%)", ylabel="faithfulness f (share of the metric)")
     draw.legend(figure, [axis], ax=ax)
     return draw.view(
         figure,
         first,
-        title=f"How much of the behaviour do the highest-ranked {unit} carry?",
+        title="How much of the behaviour do the highest-ranked edges carry?",
         caption="f is 1 where the pruned run has the metric of the whole model, and 0 where it has "
         "that of the counterfactual. Bands are 95% intervals over prompts (from 10 prompts on).",
         null=f"Grey: random circuits of the same sizes (those of {next(iter(named))}), their mean "

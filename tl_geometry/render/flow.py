@@ -103,7 +103,7 @@ def baseline_figure(report: Result | pd.DataFrame, *, ax: draw.Axes | None = Non
         width = 2 if column == "relative_error_out" else 1
         look = {"ms": 3, "lw": width, "color": colour, "label": name}
         axis.plot(steps["end"], steps[column], "o-", **look)
-    axis.set(xlabel="state t + 1", xticks=draw.whole_ticks(steps["end"].tolist()))
+    axis.set(xlabel="the next state", xticks=draw.whole_ticks(steps["end"].tolist()))
     axis.set(ylabel="|error| / |state|", ylim=(0, None))
     each = steps[[*columns.values()]].fillna(0.0)
     if each.max(axis=None) > 5 * each.stack().median() > 0:
@@ -201,7 +201,8 @@ def skip_figure(skips: Result | pd.DataFrame) -> draw.View:
     mean = table[table["map_type"] == "mean"]
     # a map that costs much more than forgetting may leave the panels
     high = (mean if len(mean) else table)["loss_increase"].max()
-    axes[0].set(ylim=(None, 1.2 * high), ylabel="loss increase (nats)")
+    top = 1.2 * high if high > 0 else None
+    axes[0].set(ylim=(None, top), ylabel="loss increase (nats)")
     draw.legend(figure, axes)
     tested = f" of {int(table['test'].iloc[0])} held-out chunks" if "test" in table else ""
     null = "The map 'mean' (dashed) forgets the state: what every other must beat."

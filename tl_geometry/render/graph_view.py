@@ -142,7 +142,8 @@ def token_attribution(table: Result | pd.DataFrame, *, title: str = "") -> Page:
     placed = rows if "position" not in rows else rows[rows["position"] >= 0]
     known, expected = int(placed["value"].count()), f"one number for each of {len(placed)} tokens"
     once = "position" not in rows or placed["position"].is_unique  # .direct() has many for a token
-    require(once and known == len(placed) > 0, "table", expected=expected, got=known)
+    require(once, "table", expected="one row for each token", got=f"{len(placed)} rows")
+    require(known == len(placed) > 0, "table", expected=expected, got=known)
     rest, total = rows["value"].sum() - placed["value"].sum(), rows["value"].sum()
     constants = f" and the constants ({signed(rest, '+.3g')})" if len(placed) < len(rows) else ""
     return Page(

@@ -151,6 +151,8 @@ def head_shares(sweep: SweepTable, *, share: str = "cs") -> draw.View:
     if len(table) <= MOST and table[[*TYPES]].max(axis=None) > NAMED:  # some have their type drawn
         caption += f" Beside it stands a head type over {NAMED}: the attention, on repeated random "
         caption += "tokens, to where a head of the type looks."
+    if len(table) <= MOST and max(table["dropped_mass"].tolist()) > NAMED:
+        caption += " Left-out keys are those before the window, such as BOS."
         chance = [f"{TYPES[name]} {table[f'{name}_uniform'].max():.2f}" for name in TYPES]
         null += f" Uniform attention would score {', '.join(chance)}."
     return draw.view(
@@ -247,7 +249,9 @@ def _draw_shares(axis: draw.Axes, planes: PlaneTable, at: int) -> None:
     """Draw a bar for each plane of one head, from fast to slow, stacked by group of terms where
     terms have groups: positive shares upwards from 0, negative ones downwards."""
     waves = planes.wavelength[at]
-    order = waves.nan_to_num(posinf=torch.inf).argsort()[: int((~waves.isnan()).sum())]
+    # planes that this head lacks are NaN at the end, behind any that is not rotated (infinite)
+    last = waves.nan_to_num(nan=torch.inf, posinf=torch.inf).argsort(stable=True)
+    order = last[: int((~waves.isnan()).sum())]
     up, down = np.zeros(len(order)), np.zeros(len(order))
     groups = [group_of(term) or "all terms" for term in planes.terms]
     for name in (group for group in (*GROUPS, "all terms") if group in groups):

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_geometry.base import checks, html
+from tl_geometry.base import checks
 from tl_geometry.base.checks import Head, head_name
 from tl_geometry.base.results import Result
 from tl_geometry.render import figure as draw
@@ -132,7 +132,7 @@ def sphere_paths(
     bar = {"label": "state", "shrink": 0.6, "pad": 0.15, "ticks": draw.whole_ticks(states)}
     figure.colorbar(drawn[-1], ax=axis, **bar)
     for place in draw.some(range(len(chosen)), NAMED):
-        text = html.token_text(paths.str_tokens[context][chosen[place]])
+        text = paths.str_tokens[context][chosen[place]]
         axis.text(*points[place, -1].tolist(), f" {draw.drawable(text)}", fontsize=7, zorder=9)
     held = "" if math.isnan(paths.shown) else f", which hold {paths.shown:.0%} of their variance"
     return draw.view(

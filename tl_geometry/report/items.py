@@ -200,9 +200,8 @@ def _example(a: Analysis) -> Any:
     window, start, heads = a.windows.tokens[0], int(bool(a.windows.has_bos)), a.table("heads")
     piece = window[start : start + min(TOKENS, (a.basis.length - start) // 2)]
     chosen = dict.fromkeys(str(heads.nlargest(1, kind)["name"].iloc[0]) for kind in TYPES)
-    return split_scores(
-        a.model, torch.cat([window[:start], piece, piece]), a.basis, heads=[*chosen]
-    )
+    twice = torch.cat([window[:start], piece, piece])
+    return split_scores(a.model, twice, a.basis, heads=[*chosen])
 
 
 def _split(a: Analysis, split: Any) -> Any:
@@ -329,6 +328,10 @@ def _overview(a: Analysis) -> pd.DataFrame:
 # ---- the list
 
 
+def _seeded(report: Any, of: str) -> Callable[[Analysis], Any]:
+    return lambda a: report(getattr(a, of), seed=a.seed)
+
+
 SECTIONS = (
     Section(
         "heads",
@@ -346,8 +349,8 @@ SECTIONS = (
         (
             Item("variance", _variance, _beside_untrained, (_bars, _spirals), _price_of_nulls),
             Item("massive", lambda a: a.basis.largest_tokens(), _massive, (), more=0.05),
-            Item("position", lambda a: measures.positional_report(a.basis), _report, (_curves,)),
-            Item("context", lambda a: measures.contextual_report(a.basis), _report, more=0.6),
+            Item("position", _seeded(measures.positional_report, "basis"), _report, (_curves,)),
+            Item("context", _seeded(measures.contextual_report, "basis"), _report, more=0.6),
         ),
     ),
     Section(
@@ -363,7 +366,7 @@ SECTIONS = (
         "flow",
         "Trajectories as a flow",
         (
-            Item("flow", lambda a: flow.flow_report(a.paths), price=lambda a: a.followed),
+            Item("flow", _seeded(flow.flow_report, "paths"), price=lambda a: a.followed),
             Item("ensembles", _ensembles, figures=(), price=lambda a: 2 * a.followed, more=0.1),
             Item("truncation", _truncation, _truncated),
             Item("skips", _skips, _skipped),

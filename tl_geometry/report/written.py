@@ -105,6 +105,9 @@ def _facts(a: Analysis) -> dict[str, Any]:
     of_model = ("name", "fingerprint", "processed", "dtype")
     facts: dict[str, Any] = {name: str(getattr(a.view, name)) for name in of_model}
     facts |= {"tokens": a.windows.token_hash, "shape": list(a.windows.tokens.shape)}
+    facts |= {"corpus": a.windows.corpus, "hooks": list(a.view.hooked())}
+    if a.windows.labels is not None:
+        facts |= {"labels": a.windows.labels.tolist(), "names": list(a.windows.label_names)}
     return facts | {"bos": bool(a.windows.has_bos), "seed": a.seed, "version": __version__}
 
 

@@ -240,9 +240,8 @@ class TokenPaths(Guarded, Result):
         splits = [getattr(self, name)[..., u] for u in (0, 1) for name in SPLIT]
         # the last state has no step and no update
         steps = [torch.nn.functional.pad(x, (0, 1), value=torch.nan) for x in (self.steps, *splits)]
-        of_token = [
-            x[..., None].expand_as(self.angle) for x in (self.length, self.net, self.tortuosity)
-        ]
+        whole = (self.length, self.net, self.tortuosity)
+        of_token = [x[..., None].expand_as(self.angle) for x in whole]
         columns = (x.flatten().tolist() for x in (self.angle, self.rank, *steps, *of_token))
         places = product(*(range(size) for size in self.angle.shape))
         return [

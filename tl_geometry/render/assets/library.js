@@ -5,10 +5,12 @@ async function load(parent) {
   document.head.append(code);
   return figure;
 }
+/* circuitsvis mixes the colour of the sign with white, on either ground. */
+STOPS.mixed = [[33, 102, 172], [144, 179, 214], [255, 255, 255], [217, 140, 149], [178, 24, 43]];
 PARTS.circuitsvis = async (part, parent) => {
   await load(parent);
   CircuitsVis.render('figure', CircuitsVis[part.component], part.props);
-  scale(make(parent, 'div', null, {class: 'tools'}), 'light')(part.limit, part.signed);
+  scale(make(parent, 'div', null, {class: 'tools'}), 'mixed')(part.limit, part.signed);
 };
 PARTS.plotly = async (part, parent) => {
   const figure = await load(parent);
