@@ -11,7 +11,6 @@ many frames that happened, so that an unescaped twin proves that the detector de
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import tempfile
@@ -165,19 +164,9 @@ class Page:
         assert self.errors == [], self.errors
 
 
-def payload(view: Any) -> dict[str, Any]:
-    """The data that a page draws."""
-    return json.loads(view.page.split('id="data">')[1].split("</script>")[0])
-
-
 def without_policy(page: str) -> str:
     """A page that may run any script."""
     return re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page)
-
-
-def without_frames(whole: str) -> str:
-    """What is left of a view where frames are forbidden."""
-    return re.sub(r"<iframe.*?</iframe>", "", whole, flags=re.S)
 
 
 def check_beside_itself(browser: Browser, view: Any, *, dark: bool) -> None:

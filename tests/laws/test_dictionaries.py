@@ -16,8 +16,7 @@ from torch import Tensor
 
 import tl_geometry as tlg
 from tests.laws.test_writers import far
-from tests.lib.data import refused
-from tests.lib.dense import marginals
+from tests.lib.data import marginals, refused
 from tests.lib.models import HAS_HOOKED, D, tiny, tokens
 from tl_geometry import circuits
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tests.lib.data import normal
 from tests.lib.models import HAS_HOOKED, bridge_of, hf_model, tiny, tokens
+from tests.lib.reference.flow import divergence
 from tl_geometry import GeometryError, flow
 from tl_geometry.base.results import Provenance
 from tl_geometry.base.tables import Table
@@ -308,10 +309,6 @@ def test_classifiers_separate_what_is_separable_and_only_that() -> None:
     assert math.isnan(separation.resampled_t_reach(torch.ones(5), 0.3))
 
 
-def kl(p: Tensor, q: Tensor) -> Tensor:
-    return (p.exp() * (p - q)).sum(-1)
-
-
 def log_probs(ids: Tensor, hooks: list[Any]) -> Tensor:
     with torch.no_grad():
         return model().run_with_hooks(ids, fwd_hooks=hooks)[:, -1].double().log_softmax(-1)
@@ -320,7 +317,7 @@ def log_probs(ids: Tensor, hooks: list[Any]) -> Tensor:
 def test_the_baseline_is_that_of_consecutive_chunks_and_all_directions_change_nothing() -> None:
     ids, d = tokens(4, 9, 7), paths().X.shape[-1]
     curve, own = flow.truncation_kl(model(), ids, paths(), K=(3, d), **QUIET), log_probs(ids, [])
-    apart = [float(kl(own[i + 1], own[i])) for i in range(3)]
+    apart = [float(divergence(own[i + 1], own[i])) for i in range(3)]
     assert curve.column("baseline_mean")[0] == pytest.approx(np.mean(apart), rel=1e-5)
     assert curve.column("baseline_median")[0] == pytest.approx(np.median(apart), rel=1e-5)
     assert curve.column("kl", K=d)[0] < 1e-9
@@ -352,7 +349,7 @@ def test_skipping_is_what_replacing_the_state_by_hand_gives() -> None:
 
         changed = log_probs(ids, [(points[b], put)])
         of = {"map_type": kind, "from_layer": a, "to_layer": b}
-        expected = float(kl(own, changed).mean())
+        expected = float(divergence(own, changed).mean())
         assert found.column("kl", **of)[0] == pytest.approx(expected, rel=1e-3, abs=1e-6)
         more = float((own - changed).gather(-1, target).mean())
         assert found.column("loss_increase", **of)[0] == pytest.approx(more, rel=1e-3, abs=1e-5)

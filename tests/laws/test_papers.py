@@ -333,12 +333,6 @@ def centred(seed: int, *shape: int) -> Tensor:
     return rows - rows.mean(-2, keepdim=True)
 
 
-def cosine(positions: int, j: int) -> Tensor:
-    """The DCT-II vector of frequency j, as a basis of one dimension."""
-    t = torch.arange(positions, dtype=torch.float64)[:, None]
-    return torch.cos(torch.pi * j * (t + 0.5) / positions)
-
-
 def stencil(G: np.ndarray, m: int) -> np.ndarray:
     """The two-dimensional definition of Delta^(m,m) on the reflected Gram matrix, iterated."""
     T, G = len(G), np.block([[G, G[:, ::-1]], [G[::-1], G[::-1, ::-1]]])

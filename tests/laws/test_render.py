@@ -4,10 +4,8 @@ are those of its result is in ``tests/tables/test_views.py``.)"""
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import re
-import zlib
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -25,10 +23,9 @@ from tests.browser import (
     Browser,
     check_beside_itself,
     check_escapes_matter,
-    payload,
-    without_frames,
 )
 from tests.lib.data import Provenance
+from tests.lib.subjects.views import data_of, inside
 from tests.lib.worlds import world
 from tl_geometry import GeometryError, Table, render
 from tl_geometry.render.split_view import groups_of
@@ -45,13 +42,11 @@ def synthetic(
     *,
     parts: Sequence[str] = ("bias", "pos", "cvec"),
     texts: Sequence[str] = (),
-    causal: bool = True,
-    seed: int = 0,
 ) -> ScoreSplit:
     """A split of one prompt by random queries and keys."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(len(parts), 1, tokens, heads, 16, generator=generator) / 2 for _ in "qk")
-    stop = torch.arange(1, tokens + 1) if causal else torch.full((tokens,), tokens)
+    stop = torch.arange(1, tokens + 1)
     key_range = torch.stack([torch.zeros_like(stop), stop], -1).expand(heads, -1, -1)
     return ScoreSplit(
         provenance=Provenance(model="synthetic"),
@@ -69,13 +64,6 @@ def synthetic(
         checks=((0, "scores", 1e-6, 2e-5),),
         str_tokens=tuple(texts) or tuple(f" t{i}" for i in range(tokens)),
     )
-
-
-def unpacked(part: dict[str, Any]) -> np.ndarray:
-    """The numbers of a page's maps, ``[row map i j]``."""
-    halves = np.frombuffer(zlib.decompress(base64.b64decode(part["packed"])), np.float16)
-    cells = halves.astype(float).reshape(part["shape"])
-    return cells * np.asarray(part["units"])[..., None, None]
 
 
 def hostile_table(kind: str) -> Table:
@@ -119,12 +107,12 @@ each_page = pytest.mark.parametrize("name", PAGES)
 
 def test_the_panels_of_a_split_add_up_and_constants_stand_apart() -> None:
     split = synthetic(2, 9)
-    part = payload(render.split(split))["parts"][0]
-    values, names = unpacked(part), part["names"]
+    part = data_of(render.split(split).page)["parts"][0]
+    values, names = next(inside(part)), part["names"]
     groups = ["position", "content", "token", "mixed", "constants (bias-bias)"]
     assert names == [*groups, "total", "pattern"]
     cases = (split, None), (split, ["position"]), (synthetic(2, 9, parts=("mlp0", "bias")), None)
-    shown = [payload(render.split(s, panels=p))["parts"][1]["groups"] for s, p in cases]
+    shown = [data_of(render.split(s, panels=p).page)["parts"][1]["groups"] for s, p in cases]
     assert [len(each) for each in shown] == [5, 0, 0]
     np.testing.assert_allclose(values[:, :5].sum(1), values[:, 5], atol=2e-2)
     allowed = split.allowed.numpy()
@@ -138,7 +126,7 @@ def test_the_panels_of_a_split_add_up_and_constants_stand_apart() -> None:
 @pytest.mark.parametrize("between", [False, True])
 def test_the_lists_of_a_graph_add_up(between: bool) -> None:
     """The edges into a node that a page lists, and what it leaves out, sum to the node."""
-    part = payload(render.graph_page(graph(between=between)))["parts"][1]
+    part = data_of(render.graph_page(graph(between=between)).page)["parts"][1]
     nodes, edges = part["nodes"], pd.DataFrame(part["edges"])
     inside: Any = edges if between else edges[edges["type"] == "value"]
     sums = inside.groupby("target")["value"].sum()
@@ -159,7 +147,7 @@ def test_too_large_a_page_is_refused_and_a_part_of_it_is_not() -> None:
 
 @each_page
 def test_where_frames_are_forbidden_a_sentence_stands(name: str) -> None:
-    left = without_frames(page(name).html())
+    left = re.sub(r"<iframe.*?</iframe>", "", page(name).html(), flags=re.S)
     assert "trusted notebook" in left
     assert "<script" not in left
 
@@ -197,7 +185,7 @@ def test_moving_over_a_cell_reads_it(browser: Browser, tmp_path: Path) -> None:
     share; a choice of another head shows its numbers."""
     split = synthetic(2, 8)
     view = render.split(split)
-    values = unpacked(payload(view)["parts"][0])
+    values = next(inside(data_of(view.page)["parts"][0]))
     read = "[...document.querySelectorAll('.bar b')].map(b => +b.dataset.value)"
     with browser.open(view.save(tmp_path / "page.html"), height=1200) as tab:
         tab.wait("document.body.dataset.drawn")

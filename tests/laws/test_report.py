@@ -21,6 +21,7 @@ import torch
 
 import tl_geometry as tlg
 from tl_geometry.report import build
+from tl_geometry.report.analysis import Analysis
 from tl_geometry.report.findings import Ask, Finding
 from tl_geometry.report.folder import SECTIONS as KEYS
 from tl_geometry.report.items import GROUPS, SECTIONS, words
@@ -170,8 +171,23 @@ def test_a_report_is_unfinished_until_it_is_and_read_where_it_is_the_same(
         table.write_text(changed)
         assert make(**options)["hash"] == first["hash"]
         assert ("mine" in table.read_text()) == kept
-    assert make(seed=1, force=True)["hash"] != first["hash"]
+    other = make(seed=1, force=True)["hash"]
     assert facts()["seed"] == "1"
+    model.add_hook("blocks.0.hook_resid_pre", lambda x, hook: x)
+    hooked = make(seed=1, force=True)["hash"]
+    model.reset_hooks()
+    rows = dataclasses.replace(rows, labels=torch.arange(12))
+    assert len({first["hash"], other, hooked, make(seed=1, force=True)["hash"]}) == 4
+
+
+@pytest.mark.parametrize("key", ["position", "context"])
+def test_nulls_are_drawn_by_the_seed(key: str, model: Any, windows: tlg.TokenWindows) -> None:
+    item = next(item for section in SECTIONS for item in section.items if item.key == key)
+    a, b = (
+        item.compute(Analysis(model=model, windows=windows[:16], seed=seed)).df for seed in (0, 1)
+    )
+    assert not a.equals(b)
+    assert a.filter(regex="^[a-z]+$").equals(b.filter(regex="^[a-z]+$"))  # the measures themselves
 
 
 @pytest.mark.slow

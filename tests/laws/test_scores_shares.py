@@ -100,7 +100,7 @@ def test_shares_are_those_of_the_terms_as_matrices(
 
 
 @given(seed=SEEDS, cut=st.integers(1, 4), cap=st.sampled_from([None, 3.0]))
-def test_sums_add_up_over_contexts_and_over_parts(seed: int, cut: int, cap: float | None) -> None:
+def test_sums_add_up_over_contexts(seed: int, cut: int, cap: float | None) -> None:
     q, k = (draw(4, 5, 12, 2, 4, seed=s) for s in (seed, seed + 9))
     mask = mask_of("causal", 12)
     whole = share_sums(q, k, mask, softcap=cap)
@@ -109,26 +109,6 @@ def test_sums_add_up_over_contexts_and_over_parts(seed: int, cut: int, cap: floa
     ]
     for name, value in (pieces[0] + pieces[1]).tensors().items():
         assert torch.allclose(value, getattr(whole, name), rtol=1e-9, atol=1e-9), name
-    join = lambda x: torch.stack([x[0] + x[1], x[2] + x[3]])
-    coarse = share_sums(join(q), join(k), mask, softcap=cap)
-    for name in ("numerators", "gains"):
-        fine = getattr(whole, name).unflatten(-1, (2, 2, 2, 2)).sum((-3, -1)).flatten(-2)
-        assert torch.allclose(getattr(coarse, name), fine, rtol=1e-8, atol=1e-8)
-
-
-@given(seed=SEEDS)
-def test_a_constant_of_each_row_changes_nothing(seed: int) -> None:
-    """Unless a soft cap acts on the scores themselves; and queries have no such gauge."""
-    q, k = (draw(3, 2, 8, 2, 4, seed=s) for s in (seed, seed + 50))
-    mask = mask_of("causal", 8)
-    constant = draw(3, 2, 1, 2, 4, seed=seed + 9)
-    before, shifted = (share_sums(q, x, mask) for x in (k, k + constant))
-    for name in ("numerators", "gains", "total", "gain_total"):
-        assert torch.allclose(getattr(before, name), getattr(shifted, name), rtol=1e-8, atol=1e-8)
-    changed = share_sums(q + constant, k, mask)
-    assert not torch.allclose(changed.gains, before.gains, atol=1e-3)
-    capped, other = (share_sums(q, x, mask, softcap=3.0) for x in (k, k + constant))
-    assert not torch.allclose(capped.gains, other.gains, rtol=1e-4)
 
 
 @given(seed=SEEDS, planes=st.integers(1, 4))

@@ -12,17 +12,13 @@ from torch import Tensor
 
 import tl_geometry as tlg
 from tests.lib import kinds
-from tests.lib.dense import marginals
+from tests.lib.data import marginals
 from tests.lib.double import InDouble, exact
 from tests.lib.models import HAS_HOOKED, D, tiny, tiny_hooked, tokens
 from tests.lib.reference import scores as reference
 
 PROMPTS, MANY = tokens(batch=4, length=14, seed=7), tokens(batch=16, length=12, seed=3)
 QUIET: dict[str, Any] = {"progress": False}
-
-
-def swept(model: Any, prompts: Tensor = PROMPTS, parts: str = "writers", **options: Any) -> Any:
-    return tlg.sweep_heads(model, prompts, parts=parts, **QUIET, **options)  # pyright: ignore
 
 
 def composed(model: Any, prompts: Tensor = PROMPTS, **options: Any) -> Any:
@@ -52,6 +48,19 @@ def test_shares_are_those_of_the_explicit_decoder(kind: str, grain: str) -> None
                     if name in table.parts:  # ALiBi is a part of scores alone
                         own = float(ours[row, side, table.parts.index(name)])
                         assert own == pytest.approx(value, rel=1e-8, abs=1e-9), (name, side)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "bloom"])
+def test_a_sweep_of_writers_is_that_of_their_split(kind: str) -> None:
+    model = tiny("bridge", kind)
+    basis = tlg.decompose(model, MANY, **QUIET)  # says that the first position is left out
+    swept = tlg.sweep_heads(model, PROMPTS, basis, parts="writers", layers=1, **QUIET)
+    split = tlg.split_scores(model, PROMPTS, parts="writers", layers=1).shares(drop=1)
+    summed = marginals(split)
+    assert swept.parts == summed.parts
+    for name, found in (("cs", summed), ("gs", summed), ("dropped_mass", split)):
+        assert far(getattr(swept, name), getattr(found, name)) < 1e-5
+    assert float(swept.dropped_mass.min()) > 1e-2
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "llama"])

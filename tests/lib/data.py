@@ -4,6 +4,7 @@ that a test asks for; and what a planted result says of where it comes from."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor
 from tl_geometry import GeometryError
 from tl_geometry.base.results import Provenance
 
-__all__ = ["Provenance", "normal", "random_states", "refused"]
+__all__ = ["Provenance", "marginals", "normal", "random_states", "refused"]
 
 
 def refused(call: Callable[[], object], kind: type[Exception] = GeometryError) -> Any:
@@ -40,3 +41,14 @@ def random_states(
     h = h + draw(states, contexts, 1, d_model)
     h[..., 0] += 50 * offset
     return h
+
+
+def marginals(table: Any) -> SimpleNamespace:
+    """Shares of the ``parts`` of a share table by side: ``cs`` and ``gs`` ``[head side part]``,
+    summed over the parts of the other side. ALiBi counts as a part on both."""
+    parts = tuple(dict.fromkeys(part for pair in table.pairs for part in pair))
+    member = torch.tensor(
+        [[[pair[side] == name for name in parts] for side in (0, 1)] for pair in table.pairs]
+    ).double()
+    cs, gs = (torch.einsum("ht,tsp->hsp", x, member) for x in (table.cs, table.gs))
+    return SimpleNamespace(parts=parts, cs=cs, gs=gs)

@@ -24,20 +24,17 @@ OUTPUT_PROJECTIONS = ("o_proj", "c_proj", "out_proj", "dense")
 
 
 class Frozen(TorchFunctionMode):
-    """Makes constants of everything in a forward pass that is not linear, and keeps the scores."""
+    """Makes constants of everything in a forward pass that is not linear."""
 
     def __init__(self, follow: bool) -> None:
         super().__init__()
         self.follow = follow
-        self.scores: list[Tensor] = []
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if name == "softmax":
-            args[0].retain_grad()
-            self.scores.append(args[0])
             out = func(*args, **kwargs)
             return out if self.follow else out.detach()
         if name == "rsqrt":
@@ -82,12 +79,11 @@ def _halves(mlp: nn.Module) -> None:
 @dataclass
 class FrozenRun:
     """Tensors of one pass, with their gradients: outputs of the embedding, inputs of blocks
-    (``stream``), mixed values of heads, attention ``scores`` as they enter the softmax."""
+    (``stream``), mixed values of heads."""
 
     logits: Tensor
     stream: list[Tensor] = field(default_factory=list)
     mixed: list[Tensor] = field(default_factory=list)
-    scores: list[Tensor] = field(default_factory=list)
 
 
 def frozen_run(architecture: str, tokens: Tensor, *, follow: bool = False) -> FrozenRun:
@@ -117,5 +113,4 @@ def frozen_run(architecture: str, tokens: Tensor, *, follow: bool = False) -> Fr
                 _halves(module)
     with InDouble(), mode, torch.enable_grad():
         run.logits = model(tokens, use_cache=False).logits
-    run.scores = mode.scores
     return run

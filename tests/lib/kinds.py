@@ -15,7 +15,6 @@ from tests.lib.reference import moments, scores
 from tests.lib.reference.decoder import Decoder, Run
 
 KINDS = ("gpt2", "llama", "bloom", "gemma2")
-HEADS = [(layer, head) for layer in range(2) for head in range(4)]
 PROMPTS, OTHERS = tokens(3, 10, seed=5), tokens(3, 10, seed=6)
 """Prompts, and others that agree with them at the first two positions and at the last."""
 OTHERS[:, :2], OTHERS[:, -1] = PROMPTS[:, :2], PROMPTS[:, -1]

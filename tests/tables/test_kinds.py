@@ -219,16 +219,6 @@ asks of all, their scores and states."""
 
 
 @each_held
-def test_the_model_computes_what_hugging_face_does(architecture: str) -> None:
-    wanted = log_probabilities(reference(architecture).out.logits)
-    assert float(wanted.std()) > 0.3
-    for each in loaded(architecture):
-        with torch.no_grad():
-            found = log_probabilities(each.model(PROMPTS, return_type="logits"))
-        assert float((found - wanted).abs().max()) < 1e-5 * float(wanted.abs().max())
-
-
-@each_held
 def test_terms_sum_to_hugging_faces_scores(architecture: str) -> None:
     hf = reference(architecture)
     seen = hf.patterns > 1e-30  # smaller ones have lost digits

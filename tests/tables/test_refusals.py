@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests import probes
-from tests.tables.refusals.commands import COMMANDS, TAKEN, exit_code
+from tests.tables.refusals.commands import COMMANDS, exit_code
 from tests.tables.refusals.row import Command, Row
 from tests.tables.refusals.tables import GROUPS, ROWS
 
@@ -82,16 +82,6 @@ def test_commands(
     for name, content in command.files.items():
         assert (tmp_path / name).read_bytes() == content
     assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == set(command.files)
-
-
-@pytest.mark.parametrize("name", TAKEN)
-def test_commands_with_right_words_are_taken(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "a.txt").write_text("def f(x):\n    return x\n" * 300)
-    monkeypatch.chdir(tmp_path)
-    done, said = exit_code(TAKEN[name], monkeypatch), capsys.readouterr()
-    assert (done, bool(said.out)) == (0, True), said.err
 
 
 def test_every_group_has_a_twin() -> None:

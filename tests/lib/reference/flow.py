@@ -66,11 +66,9 @@ def flow_map(b: Bases, start: int, end: int, *, rtol: float = 1e-10) -> Map:
 
 
 def fit_map(x: np.ndarray, y: np.ndarray, kind: str) -> Map:
-    """Yardsticks of SPEC G.6, from states x to y: identity, mean-shift, scaled identity, best
+    """Yardsticks of SPEC G.6, from states x to y: mean-shift, scaled identity, best
     linear map, constant mean, and ridge with the penalty (share of s_1^2) by generalised
     cross-validation over 49 shares from 1e-10 to 100."""
-    if kind == "identity":
-        return lambda h: h
     if kind == "shift":
         return lambda h: h + (y - x).mean(0)
     if kind == "mean":

@@ -128,13 +128,11 @@ def subspace_overlap(P: np.ndarray, C: np.ndarray, rank: int) -> float:
     return float((np.cos(subspace_angles(*spans)) ** 2).mean())
 
 
-def cluster_similarity(
-    C: np.ndarray, labels: Sequence[int], *, self_pairs: bool = False
-) -> tuple[float, float]:
+def cluster_similarity(C: np.ndarray, labels: Sequence[int]) -> tuple[float, float]:
     """Mean absolute cosine over pairs with one label and with two (SPEC B.10)."""
     size = np.abs(unit(C) @ unit(C).T)
     same = np.equal.outer(labels, labels)
-    inside = same if self_pairs else same & ~np.eye(len(C), dtype=bool)
+    inside = same & ~np.eye(len(C), dtype=bool)
     return float(size[inside].mean()), float(size[~same].mean())
 
 

@@ -203,7 +203,7 @@ GROUPS = (
                 "activations",
             ),
             "a block beyond": ({"layer": 99}, "layer"),
-            "nothing left": ({"drop": 18}, "drop"),
+            "nothing left": ({"drop": 18}, "tokens"),
         },
     ),
 )

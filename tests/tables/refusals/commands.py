@@ -26,10 +26,6 @@ def fit(*words: str) -> tuple[str, ...]:
     return ("fit", "--corpus", "a.txt", "--length", "16", "--contexts", "4", *words)
 
 
-def trace(*words: str) -> tuple[str, ...]:
-    return ("trace", "x = 1", "--answer", " x", *words)
-
-
 def _with(
     name: str, words: tuple[str, ...], what: str, files: dict[str, bytes] | None = None
 ) -> Command:
@@ -43,13 +39,7 @@ COMMANDS = (
     _with("a basis over a file of the user", fit(), "--force", {**TEXT, "basis.safetensors": MINE}),
     _with("a report into a file", ("report", "--out", "a.txt"), "out|a.txt"),
     _with("a report over one's file", ("report", "--out", "."), "--force", {"report.html": MINE}),
-    _with("a device that no machine has", trace("--device", "cuda:99"), "device"),
+    _with("a device that no machine has", ("check", "--device", "cuda:99"), "device"),
     _with("a folder without a model", ("check", "."), "config.json"),
 )
-TAKEN = {
-    "fit": fit("--out", "b.safetensors", "--quiet"),
-    "trace": trace("--out", "found", "--keep", "0.3"),
-    "check": ("check",),
-}
-"""The same commands with right words: they end with exit code 0. Whole reports are made in
-``tests/laws``."""
+"""The same commands with right words are in ``tests/laws/test_cli.py``."""

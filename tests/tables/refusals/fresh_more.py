@@ -1,23 +1,27 @@
 """What public bug reports and fresh inputs found, by kind: 16 to 27, what stops, what counts or
-reads too much, and states of torch. See :mod:`tests.tables.refusals.fresh`."""
+reads too much, and states of torch; 28, what a reading of all code found. See
+:mod:`tests.tables.refusals.fresh`."""
 
 from __future__ import annotations
 
 import copy
 import gc
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import tl_geometry as tlg
 from tests.tables.refusals.changed_models import adapted, made
 from tests.tables.refusals.fresh import QUIET
 from tests.tables.refusals.row import NAN, Row, Scene
-from tl_geometry import interventions
+from tl_geometry import corpus, interventions
 
-IDS = torch.arange(3, 43).view(4, 10)
+ANY: Any = tlg  # takes what a type checker refuses
+IDS, WAVES = torch.arange(3, 43).view(4, 10), torch.arange(120.0).view(4, 6, 5).sin()
 
 
 # ---- 16. to 20.
@@ -75,6 +79,86 @@ def measured(s: Scene, value: float) -> Any:
     return interventions.effects(s.model, s.ids, edits, metric=read)
 
 
+# ---- 28. all code read once
+
+
+def once(values: Any) -> Iterator[Any]:
+    """What can be read once."""
+    yield from values
+
+
+def with_nan(s: Scene) -> torch.Tensor:
+    states = WAVES.clone()
+    states[0, 0, 0] = NAN
+    return states
+
+
+def copies(s: Scene, how: str) -> Any:
+    """An edge of a prompt and its copy, which have two counterfactuals."""
+    pair = corpus.prompts(s.model, s.ids[[0, 0]], counterfactuals=s.w.other[:2])
+    return interventions.edge(s.model, pair, "L0H0", "L1H0", how=how)
+
+
+def removed(s: Scene, positions: Any) -> torch.Tensor:
+    edit = interventions.heads(s.model, ["L0H0", "L1H0"], by="zero", positions=positions)
+    return torch.stack([s.logits(edit) for _ in range(2)])
+
+
+def kept(s: Scene) -> Path:
+    basis = tlg.decompose_activations(WAVES, seed=np.int64(2))  # type: ignore
+    return basis.save(s.folder / "numpy.safetensors")
+
+
+def of_one_state(s: Scene) -> Any:
+    basis = tlg.decompose(s.model, s.windows, states=[1], **QUIET)
+    edits = {"content": interventions.term(s.model, basis, "content", once(["L1H0"]))}
+    given = {"control": "heads", "draws": 2, "seed": 2**32 - 1}
+    return interventions.effects(s.model, s.ids, edits, **given, **QUIET)
+
+
+READ: dict[str, tuple[Callable[[Scene], Any], str | None]] = {
+    "a seed of numpy in a file": (lambda s: tlg.load(kept(s)), None),
+    "a file in another precision": (lambda s: tlg.load(kept(s), dtype=torch.float64), "load"),
+    "a bridge to load": (lambda s: tlg.load(made("llama")), "^model$"),
+    "None to load": (lambda s: tlg.load(None), "model"),
+    "one NaN": (lambda s: tlg.decompose_activations(WAVES).transform(with_nan(s)), "activations"),
+    "states by number": (lambda s: ANY.decompose_activations({0: IDS.float()}), "activations"),
+    "a window of torch": (lambda s: ANY.decompose(s.model, IDS, window=torch.tensor(5)), "window"),
+    "heads of torch": (lambda s: ANY.sweep_heads(s.model, IDS, s.w.basis, heads=IDS[0]), "heads"),
+    "texts by name": (lambda s: ANY.windows(s.model, {"a": "x y" * 99}, 8), "texts"),
+    "parts of numpy": (lambda s: ANY.split_scores(s.model, IDS, parts={"a": np.ones(3)}), "part"),
+    "shares by a misspelt name": (lambda s: s.w.split.shares().share("cs", by="terms"), "by"),
+    "writers of one token": (
+        lambda s: tlg.sweep_heads(s.model, IDS[:, :1], parts="writers", **QUIET),
+        "tokens",
+    ),
+    "a control of a basis of one state": (of_one_state, None),
+    "an edge of copies": (lambda s: copies(s, "remove"), None),
+    "a swap of copies": (lambda s: copies(s, "swap"), "counterfactuals"),
+    "an edge to no side": (
+        lambda s: interventions.edge(s.model, IDS, "L0H0", "L1H0", side=[]),
+        "side",
+    ),
+    "no terms": (lambda s: interventions.term(s.model, s.w.basis, []), "term"),
+    "no positions": (lambda s: removed(s, []), "positions"),
+    "heads of numpy": (lambda s: interventions.heads(s.model, np.array([[0, 1]]), by="zero"), None),
+    "random diagonals": (
+        lambda s: interventions.surrogate(s.model, s.w.basis, part="diagonal", random=True),
+        "part",
+    ),
+    "edits of another model": (
+        lambda s: interventions.effects(s.model, IDS, interventions.each(made("gpt2"), "L0H0")),
+        "edits",
+    ),
+    "more frequencies than positions": (
+        lambda s: tlg.papers.theorem1(with_nan(s).nan_to_num()[0], k=7, m=1),
+        "^k$",
+    ),
+    "a mean of tables": (lambda s: ANY.circuits.mean_graph([s.w.edges]), "graphs"),
+    "a curve of a path": (lambda s: ANY.measures.learning_curve("basis.safetensors"), "basis"),
+}
+
+
 ROWS: tuple[Row, ...] = (
     *(
         Row(
@@ -102,4 +186,10 @@ ROWS: tuple[Row, ...] = (
     Row("18 a model made in inference mode", lambda s: inferred(s, True), "gradients"),
     Row("27 edge scores after a look in inference mode", lambda s: inferred(s, False)),
     Row("27 a file at home", saved_at_home, holds=lambda s, found: found),
+    *(Row(f"28 {name}", call, what) for name, (call, what) in READ.items()),
+    Row(
+        "28 positions that are read once",
+        lambda s: removed(s, once([1, 2])),
+        holds=lambda s, found: torch.equal(found, removed(s, [1, 2])),
+    ),
 )

@@ -33,8 +33,8 @@ VARIANCE: Any = lambda s: render.variance_shares(s.w.basis.anova())
 CURVES: Any = lambda s, *names: render.measure_curves(
     tlg.positional_report(s.w.basis, jackknife=False, nulls=False), names, ax=Figure().subplots()
 )
-UNITS: Any = lambda s, *units: render.faithfulness_curve(
-    {unit: dataclasses.replace(faithful(s.w), unit=unit) for unit in units}
+RANKED: Any = lambda s, ranked: render.faithfulness_curve(
+    dataclasses.replace(faithful(s.w), chosen=not ranked)
 )
 TEXT: Any = lambda s, x: render.token_attribution(pd.DataFrame({"token": ["a"], "value": [x]}))
 RIGHT = {"split": "a split"} | dict.fromkeys(("spirals", "fourier", "variance_shares"), "a basis")
@@ -76,7 +76,7 @@ GROUPS = (
             "shares of covariance": lambda s: render.head_shares(s.w.sweep, share="cs"),
             "the view of a sweep": lambda s: render.plot(s.w.sweep),
             "a curve into axes": lambda s: CURVES(s, "rank"),
-            "curves of edges": lambda s: UNITS(s, "edges"),
+            "a curve of edges": lambda s: RANKED(s, True),
             "tokens with numbers": lambda s: TEXT(s, 1.0),
             "PNG": lambda s: VARIANCE(s).save(s.folder / "a.png"),
         },
@@ -92,7 +92,7 @@ GROUPS = (
             "a file of no kind": (lambda s: VARIANCE(s).save(s.folder / "a.docx"), "path"),
             "below a file": (lambda s: VARIANCE(s).save(s.path("plain") / "a.html"), "."),
             "curves into one axes": (lambda s: CURVES(s, "rank", "smoothness"), "ax"),
-            "curves of two kinds": (lambda s: UNITS(s, "edges", "nodes"), "results"),
+            "a curve of a chosen set": (lambda s: RANKED(s, False), "results"),
             "a head beyond": (lambda s: render.induction(s.w.graph, "L9H9"), "head"),
             "the view of a path": (lambda s: PLOT(NOT_A_BASIS), "result"),
             "a text of heads": (lambda s: PLOT(s.w.graph.direct()), "table"),
