@@ -373,12 +373,9 @@ class Runner:
         bound = len(self.blocks) * reconstruction_bound(self.view.roundoff, size)
         error = float((logits - model_logits).abs().max())
         fits, what = error <= bound, f"logits of {self.view.name}"
-        expected, got = (
-            f"those of a pass by blocks, within {bound:.1e}",
-            f"differences of {error:.1e}",
-        )
+        expected, kind = f"those of a pass by blocks, within {bound:.1e}", ReconstructionError
+        got = f"differences of {error:.1e}"
         instead = "the model without hooks that change it; check_model(model) says more"
-        kind = ReconstructionError
         require(fits, what, expected=expected, got=got, instead=instead, error=kind)
 
 

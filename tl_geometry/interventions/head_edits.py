@@ -185,6 +185,7 @@ def each(
     given = [tuple(given)] if given and checks.whole(given[0]) is not None else given  # one pair
     labels = [name if isinstance(name, str) else checks.head_name(name) for name in given]
     known = known_prompts(view, by, reference, counterfactual, prepend_bos)
+    options["positions"] = given_positions(options.get("positions"))  # once for all
     edits = (heads(view, name, by=by, reference=known, **options) for name in given)
     return dict(zip(labels, edits, strict=True))
 

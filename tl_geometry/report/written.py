@@ -20,6 +20,7 @@ import pandas as pd
 from tl_geometry import __version__
 from tl_geometry.base.errors import GeometryError, require
 from tl_geometry.base.files import as_path, write_bytes
+from tl_geometry.base.results import hash_tokens
 from tl_geometry.corpus.token_windows import TokenWindows
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.report import folder
@@ -107,7 +108,8 @@ def _facts(a: Analysis) -> dict[str, Any]:
     facts |= {"tokens": a.windows.token_hash, "shape": list(a.windows.tokens.shape)}
     facts |= {"corpus": a.windows.corpus, "hooks": list(a.view.hooked())}
     if a.windows.labels is not None:
-        facts |= {"labels": a.windows.labels.tolist(), "names": list(a.windows.label_names)}
+        labels = hash_tokens(a.windows.labels.unsqueeze(0))
+        facts |= {"labels": labels, "names": list(a.windows.label_names)}
     return facts | {"bos": bool(a.windows.has_bos), "seed": a.seed, "version": __version__}
 
 
