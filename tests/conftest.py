@@ -59,7 +59,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             by_test[item.nodeid.partition("[")[0]][name].append(item)
     left_out = set[pytest.Item]()
     for test, of_each in by_test.items():
-        first = next((name for name in DAILY if name in of_each), next(iter(of_each)))
+        # by day, or by night where all of its architectures are
+        awake = [n for n, same in of_each.items() if not same[0].get_closest_marker("nightly")]
+        first = next((name for name in DAILY if name in awake), [*awake, *of_each][0])
         for name, same in of_each.items():
             if len(of_each) >= MANY and name not in DAILY and not test.startswith("tests/tables/"):
                 for item in same:

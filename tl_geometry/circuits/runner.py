@@ -66,8 +66,7 @@ class BlockRun:
     """One block as it was run: what it read and made. ``entered`` and ``after`` are the stream in
     front of it and behind it, ``mlp_read`` is what the MLP read. After :meth:`pull`, ``grads``
     holds gradients by name: ``"q"``, ``"k"``, ``"v"`` (of the raw projections), ``"scores"``
-    (before a soft cap), ``"z"``, ``"heads"``, ``"mlp"`` and ``"mlp read"`` (through the MLP
-    alone)."""
+    (before a soft cap), ``"z"``, ``"heads"`` and ``"mlp read"`` (through the MLP alone)."""
 
     block: Block
     arithmetic: Live
@@ -87,7 +86,7 @@ class BlockRun:
         tracked: dict[str, Any] = {which: seen.sides[which].raw for which in kinds}
         tracked |= {"scores": seen.scores} if patterns else {}
         tracked |= {"z": seen.z, "heads": self.heads}
-        tracked |= {} if self.mlp is None else {"mlp": self.mlp, "mlp read": self.mlp_read}
+        tracked |= {} if self.mlp is None else {"mlp read": self.mlp_read}
         wanted = [self.entered, *reads, *tracked.values()]
         options = {"allow_unused": True, "retain_graph": True}
         found = torch.autograd.grad(self.after, wanted, adjoint, **options)

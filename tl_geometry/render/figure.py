@@ -138,8 +138,8 @@ class View:
         form = path.suffix.lower().removeprefix(".")
         expected = "a name ending in .html, .png, .svg or .pdf"
         require(form in ("html", "png", "svg", "pdf"), "path", expected=expected, got=str(path))
-        page = f"{HEAD}<title>{html.escape(self.title)}</title>{self.html()}".encode()
-        write_bytes(path, page if form == "html" else self._bytes(form))
+        head = f"{HEAD}<title>{html.escape(self.title)}</title>"
+        write_bytes(path, (head + self.html()).encode() if form == "html" else self._bytes(form))
         return path
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
