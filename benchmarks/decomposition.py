@@ -77,7 +77,7 @@ def run(size: str) -> list[Row]:
         tlg.decompose_activations(states()[:, :, 1:]).transform(states()[:, :, 1:]),
         tlg.decompose(view, tokens[:batch], batch_size=batch, progress=False),
     )
-    assert (exact.pos - ours.pos).abs().max() < 1e-4, "the routes disagree"
+    assert (exact.pos.cpu() - ours.pos).abs().max() < 1e-4, "the routes disagree"
     with torch.inference_mode():
         hidden = plain(tokens[:batch].to(device), output_hidden_states=True).hidden_states
     assert (hidden[layers - 1] - states()[layers - 1]).abs().max() < 1e-3, "the models disagree"

@@ -4,4 +4,4 @@
 # Without a GPU: sh benchmarks/gpu.sh --size smoke
 set -eu
 cd "$(dirname "$0")/.."
-exec python -m benchmarks --size gpu --only on_device large "$@"
+exec "${PYTHON:-python3}" -m benchmarks --size gpu --only on_device large "$@"

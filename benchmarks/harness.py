@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+import tl_geometry as tlg
 from tl_geometry.models.model_view import ModelView
 
 STEADY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**34)}
@@ -191,13 +192,13 @@ class Growth:
 def grown() -> Iterator[Growth]:
     """Measure the peak of a piece of code."""
     found = Growth()
+    gc.collect()
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         yield found
         found.mib = (torch.cuda.max_memory_allocated() - before) / 2**20
         return
-    gc.collect()
     ctypes.CDLL(None).malloc_trim(
         0
     )  # freed memory that the allocator holds would hide what is used again
@@ -215,7 +216,7 @@ def machine() -> dict[str, object]:
         else platform.processor() or platform.machine()
     )
     return {
-        "tl-geometry": version("tl-geometry"),
+        "tl-geometry": tlg.__version__,
         "transformer-lens": version("transformer-lens"),
         "torch": torch.__version__,
         "numpy": version("numpy"),

@@ -49,9 +49,10 @@ def llama(device: str, *, layers: int, width: int, heads: int, hidden: int, voca
 
 
 def agreement(view: ModelView, tokens: Tensor, basis: PositionContext) -> None:
-    """The positional basis of the last state is that of its activations."""
-    hook = view.state_hooks[-1]
-    h = view.activations(tokens, [hook])[hook][:, 1:].double().cpu()
+    """The positional basis of the last state is that of its activations, in the same batches (those
+    of one group of contexts), as products of another size may round otherwise in bfloat16."""
+    hook, groups = view.state_hooks[-1], tokens.split(max(1, len(tokens) // 8))
+    h = torch.cat([view.activations(ids, [hook])[hook] for ids in groups])[:, 1:].double().cpu()
     pos = h.mean(0) - h.mean((0, 1))
     assert (basis.pos[-1] - pos).abs().max() < 1e-4 * pos.abs().max(), "the routes disagree"
 

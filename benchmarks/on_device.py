@@ -47,23 +47,32 @@ def answers(device: str) -> dict[str, Tensor]:
     split = tlg.split_scores(model, ids, basis, heads="L1H0")
     return {
         "decompose": basis.pos,
-        "split_scores": split.total(),
+        "split_scores": split.summed(),
         "sweep_heads": tlg.sweep_heads(model, held_out, basis, **QUIET).cs,
         "composition": tlg.composition(model, ids, heads="L1H0", **QUIET).cs,
-        "trace_logit": torch.tensor(tlg.trace_logit(model, ids[:1], **graph).nodes.value),
-        "a graph between two prompts": torch.tensor(
-            tlg.trace_logit(model, ids[:1], counterfactual=other[:1], **graph).nodes.value
+        "trace_logit": _values(tlg.trace_logit(model, ids[:1], **graph)),
+        "a graph between two prompts": _values(
+            tlg.trace_logit(model, ids[:1], counterfactual=other[:1], **graph)
         ),
         "edge_scores": tlg.edge_scores(model, ids, **between, **QUIET).scores,
         "effects": interventions.effects(model, ids, edits, **QUIET).edited,
         "trajectories": paths.X,
-        "weight_geometry": _numbers(tlg.weight_geometry(model, basis, draws=2)),
+        **_columns("weight_geometry", tlg.weight_geometry(model, basis, draws=2)),
     }
 
 
-def _numbers(result: Any) -> Tensor:
-    """The columns of numbers of a table."""
-    return torch.tensor(result.to_dataframe().select_dtypes("number").to_numpy(float))
+def _values(graph: Any) -> Tensor:
+    """The values of all nodes of a graph, in their own order."""
+    values = (graph.leaf_values, graph.head_values, graph.mlp_values)
+    return torch.cat([torch.as_tensor(x).flatten().double() for x in values])
+
+
+def _columns(name: str, result: Any) -> dict[str, Tensor]:
+    """Each column of numbers of a table, with its own size."""
+    numbers = result.to_dataframe().select_dtypes("number")
+    return {
+        f"{name}, {column}": torch.tensor(numbers[column].to_numpy(float)) for column in numbers
+    }
 
 
 def agreement(device: str) -> None:
@@ -79,6 +88,7 @@ def agreement(device: str) -> None:
         wanted = right[name].double()
         found = found.double().cpu()
         assert torch.equal(found.isnan(), wanted.isnan()), f"{name}: NaN"
+        assert not bool(wanted.isinf().any()), f"{name}: no size to compare with"
         off = float((found - wanted).abs().nan_to_num().max())
         assert off <= CLOSE * float(wanted.abs().nan_to_num().max()), f"{name}: off by {off:.2g}"
 

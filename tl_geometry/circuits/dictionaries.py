@@ -92,7 +92,7 @@ def dictionary(source: Any, layer: int, model: ModelLike | None = None) -> Dicti
 @torch.no_grad()
 def _read(source: Any, decoder: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
     """Activations of states, with the scale of each state in them, and the offset."""
-    states, threshold = h.to(decoder.dtype), getattr(source, "topk_threshold", None)
+    states, threshold = h.to(decoder), getattr(source, "topk_threshold", None)
     if threshold is None:
         encoded = source.encode(states)
         activations = encoded.to_dense() if encoded.is_sparse else encoded

@@ -244,7 +244,7 @@ def _contrast(batch: Batch) -> Scored:
     size = float((normed.abs() @ runner.head.W_U.to(normed).abs()).max())
     size += float(scores.abs().sum((1, 2)).max())
     bound = len(runner.blocks) * reconstruction_bound(runner.view.roundoff, size)
-    error = float((total - (values[0] - values[1]).double()).abs().max())
+    error = float((total - (values[0] - values[1]).to(total)).abs().max())
     fits, what = error <= bound, f"edges of {runner.view.name} between two runs"
     expected = f"a sum that is the difference of the metric, within {bound:.1e}"
     got, instead, kind = f"one that is off by {error:.1e}", 'method="gradient"', ReconstructionError

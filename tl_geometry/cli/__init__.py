@@ -33,7 +33,7 @@ Corpus = Annotated[list[Path] | None, Option(help="Text file, repeatable; none: 
 Contexts = Annotated[int | None, Option(min=1, help="Windows to use; none: enough, or all.")]
 Length = Annotated[int | None, Option(min=2, help="Tokens of a window.")]
 Bos = Annotated[bool | None, Option("--bos/--no-bos", help="Begin with BOS; none: as the model.")]
-Device = Annotated[str, Option(help="cpu, cuda, cuda:1, mps.")]
+Device = Annotated[str, Option(help="cpu, cuda, cuda:1; mps for fit alone.")]
 Dtype = Annotated[str, Option(help="float32, float64, bfloat16 or float16.")]
 Processed = Annotated[bool, Option("--processed", help="Fold and centre weights.")]
 Seed = Annotated[int, Option(help="Seed of every random choice.")]

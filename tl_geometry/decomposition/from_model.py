@@ -266,7 +266,7 @@ class Accumulation:
         there = "cpu" if device.type == "mps" else device
         order = torch.randperm(self.contexts, generator=checks.seeded(options["seed"]))
         self.sampled = order[: options["keep"]].sort().values
-        self.samples = torch.zeros(len(self.sampled), count, length, width)
+        self.samples = torch.zeros(len(self.sampled), count, length, width, dtype=torch.float32)
         second = self._decide("second_moments", count * width**2)
         shape = (len(self.borders) + 1, count, length, width)
         self.moments = Moments.zeros(shape, window=window, second=second, device=there)

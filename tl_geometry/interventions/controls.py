@@ -117,9 +117,7 @@ def _random_writers(edit: Edit, seeds: list[int]) -> dict[str, list[Draw]]:
     return {"random writers": [_draw(again, writer=writers) for writers in drawn]}
 
 
-def _drawn(
-    pool: Sequence[Any], size: int, seeds: list[int], expected: str
-) -> list[tuple[Any, ...]]:
+def _drawn(pool: list[Any], size: int, seeds: list[int], expected: str) -> list[tuple[Any, ...]]:
     """Sets of so many of a pool, drawn one after the other from the first seed, so that edits of
     one size share them."""
     require(len(pool) >= size, "control", expected=expected, got=len(pool), instead="fewer edits")

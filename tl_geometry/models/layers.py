@@ -71,8 +71,11 @@ class Layers(Runner):
         return self.once(("attention", layer), lambda: self._infer_layer(layer))
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What ``make`` found, remembered as long as the weights stay the same."""
+        """What ``make`` found, remembered as long as the weights stay the same. It compares in
+        float64, which MPS has not."""
         if key not in self._found:
+            place, instead = next(iter(self._model.parameters())).device.type, 'model.to("cpu")'
+            require(place != "mps", self.name, expected="float64", got="MPS", instead=instead)
             self._found[key] = make()
         return self._found[key]
 

@@ -84,9 +84,8 @@ def dominant(
 def _leading(
     shares: Float[Tensor, "head term"],
 ) -> tuple[Int[Tensor, " head"], Float[Tensor, " head"], Float[Tensor, " head"]]:
-    """The first term of each head, its share, and its lead over the second (infinite for a single
-    term); share and lead are NaN for a head with any NaN share."""
+    """The first term of each head, its share, and its lead over the second; share and lead are NaN
+    for a head with any NaN share."""
     ranked, order = shares.sort(dim=-1, descending=True, stable=True)
-    ranked = torch.nn.functional.pad(ranked, (0, 1), value=-torch.inf)
     unknown = torch.where(shares.isnan().any(-1), torch.nan, 0.0)
     return order[:, 0], ranked[:, 0] + unknown, ranked[:, 0] - ranked[:, 1] + unknown

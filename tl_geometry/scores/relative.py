@@ -83,7 +83,7 @@ def offset_profile(
     cells.index_add_(1, index, allowed.flatten(1).long())
     sums = term_matrix.new_zeros(batch, heads, size)
     sums.index_add_(2, index, torch.where(allowed, term_matrix, 0).flatten(2))
-    means = sums / torch.where(cells > 0, cells, torch.nan)
+    means = sums / torch.where(cells > 0, cells.to(sums), torch.nan)
     mean, low, high, _ = paired_interval(means)
     # the first offset that any head's mask allows (argmax returns the first maximum)
     first = int((cells > 0).any(0).int().argmax())
