@@ -162,7 +162,8 @@ def run(size: str) -> list[Row]:
     """All methods on all tasks; writes the page, but for ``smoke``."""
     from tl_geometry.zoo import smollm2
 
-    model, rows, found = smollm2(), [], list[Found]()
+    device = "cuda" if size == "gpu" else "cpu"
+    model, rows, found = smollm2(device=device), [], list[Found]()
     for task in TASKS:
         for each in judged(model, task, PAIRS[size]):
             found.append(each)

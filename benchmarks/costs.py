@@ -196,7 +196,8 @@ def traced(case: Case, rounds: int) -> list[Row]:
     weights = list(model.requires_grad_(True).parameters())
     found[f"{EAGER}, forward and back to all weights"] = partial(plain, weights)
     found |= {"TransformerLens, forward and back": hooked, "trace_logit": trace}
-    *passes, graph = interleave(called, found, rounds=rounds, processor=True)
+    on_cpu = model.device.type == "cpu"  # a GPU's work is no time of the processor
+    *passes, graph = interleave(called, found, rounds=rounds, processor=on_cpu)
     return [*passes, growth.on(graph)]
 
 

@@ -92,7 +92,7 @@ def run(size: str) -> list[Row]:
     """All methods on all tasks; writes the page, but for ``smoke``."""
     from tl_geometry.zoo import smollm2
 
-    model, found = smollm2(), list[Found]()
+    model, found = smollm2(device="cuda" if size == "gpu" else "cpu"), list[Found]()
     for task in TASKS:
         found += compared(model, task, size)
     if size != "smoke":
