@@ -33,7 +33,7 @@ from tl_geometry.models.edits import RunningHeads
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import remove_mean
-from tl_geometry.models.reader import known_view
+from tl_geometry.models.reader import as_view
 from tl_geometry.weights import bilinear, low_rank_diagonal
 from tl_geometry.weights.bilinear import Factors
 from tl_geometry.weights.vocabulary import factors_of
@@ -82,7 +82,7 @@ def surrogate(
     >>> with tlg.interventions.surrogate(model, basis, "L1H0", part="low_rank", rank=4):
     ...     logits = model(windows.tokens)
     """
-    view = known_view(model)
+    view = as_view(model)
     seed = check_seed(seed, "seed")
     checks.choice(part, PARTS, "part")
     rotary = view.position == "rotary"

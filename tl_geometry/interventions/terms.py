@@ -38,7 +38,7 @@ from tl_geometry.models.attention import scores_of
 from tl_geometry.models.edits import NamedHook, NewScores, RunningHeads, edited_attention
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
-from tl_geometry.models.reader import known_view
+from tl_geometry.models.reader import as_view
 from tl_geometry.models.reconstruction import head_spreads, judge_rounding
 from tl_geometry.scores.planes import HeadPlanes, PlanesLike, describe_planes
 from tl_geometry.scores.projection import PARTS, project_basis, split_heads
@@ -177,7 +177,7 @@ def term(
     >>> edit.passes
     1
     """
-    view, pairs = known_view(model), pairs_of(names)
+    view, pairs = as_view(model), pairs_of(names)
     checks.choice(how, HOW, "how")
     # with "keep" the terms of mean and constants stay
     require(pairs or how == "keep", "term", expected="at least one", got="none")
@@ -270,7 +270,7 @@ def planes(
     >>> with tlg.interventions.planes(model, "pass", "L0H0") as edit:
     ...     logits = model(tlg.zoo.default_windows(model, 16, n=2).tokens)
     """
-    view = known_view(model)
+    view = as_view(model)
     checks.choice(how, PLANES_HOW, "how")
     draw = None if draw is None else check_seed(draw, "draw")
     wanted: Any = tuple(names) if isinstance(names, list) else names  # a pair of floats is a band
