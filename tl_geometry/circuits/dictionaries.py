@@ -109,7 +109,8 @@ def _read(source: Any, decoder: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
     scale = ((explained - offset) * features).sum(-1, keepdim=True) / size
     scale = torch.where(size > 0, scale, 1.0)
     error = float((scale * features + offset - explained).abs().max())
-    fits = error <= 1e-3 * float(explained.abs().max() + 1)  # half precision rounds more than u
+    # a decoder in half precision rounds more than float32 does
+    fits = error <= 1e-3 * float(explained.abs().max() + 1)
     what, expected = type(source).__name__, "a decode that scales and shifts activations @ W_dec"
     got, instead = f"a difference of {error:.2g}", "(activations, decoder, bias)"
     kind = ReconstructionError

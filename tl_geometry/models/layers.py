@@ -72,7 +72,7 @@ class Layers(Runner):
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
         """What ``make`` found, remembered as long as the weights stay the same. It compares in
-        float64, which MPS has not."""
+        float64, which MPS lacks."""
         if key not in self._found:
             place, instead = next(iter(self._model.parameters())).device.type, 'model.to("cpu")'
             require(place != "mps", self.name, expected="float64", got="MPS", instead=instead)

@@ -41,8 +41,8 @@ def check_model(model: ModelLike) -> ModelReport:
 
     The first row is the largest reconstruction error of all layers beside what is allowed (or
     which layer does not add up): recomputed queries, keys, scores and patterns against the model's
-    own. Scores of the last layer
-    are computed once more in float64 on the CPU, so that a device that multiplies wrongly is seen.
+    own. Scores of the last layer are computed once more in float64 on the CPU, so that a device
+    that multiplies wrongly is seen.
 
     Raises ``UnsupportedModelError`` for models that are refused altogether.
 

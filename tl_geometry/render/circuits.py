@@ -77,8 +77,8 @@ def composition_figure(
 def faithfulness_curve(
     results: Faithfulness | Mapping[str, Faithfulness], *, ax: draw.Axes | None = None
 ) -> draw.View:
-    """Faithfulness f of pruned runs over the share of edges that are kept, with 95%
-    intervals over prompts, beside that of random circuits of equal size.
+    """Faithfulness f of pruned runs over the share of edges that are kept, with 95% intervals over
+    prompts, beside that of random circuits of equal size.
 
     Args:
         results: from :func:`tl_geometry.faithfulness` for ranked edges; several by name,
