@@ -107,8 +107,8 @@ def test_terms_are_swapped_and_shrunk_as_in_the_models_own_code(kind: str, how: 
     pairs = (("pos", "pos"), ("bias", "cvec"), ("cvec", "bias"))
     right, hooks = decoder(kind), {}
     for layer, heads in HEADS.items():
-        swapped, shrunk = edits.swapping(order_of(3, 5), *pairs), shrinking(right, layer, *pairs)
-        change = swapped if how == "swap" else shrunk
+        swapped = edits.moving(lambda term: term[order_of(3, 5)], *pairs)
+        change = swapped if how == "swap" else shrinking(right, layer, *pairs)
         hooks |= edits.edit_terms(right, layer, heads, basis(kind, layer), change)
     given = (exact_basis(kind), ["pos-pos", "token"], NAMES)
     found = exactly(kind, interventions.term, *given, how=how, seed=5)

@@ -12,11 +12,13 @@ import scipy.fft
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import stats
 from screenot.ScreeNOT import adaptiveHardThresholding
 from torch import Tensor
 
 import tl_geometry as tlg
 from benchmarks.calibration_measures import two_bases
+from tests.lib.reference.moments import jackknife
 from tl_geometry import decompose_activations, measures, sphere
 from tl_geometry.decomposition import PositionContext, resampling
 from tl_geometry.measures.positional import screenot
@@ -90,11 +92,9 @@ def test_errors_are_those_without_each_block(sizes: tuple[int, ...] | None) -> N
     basis = basis_of(h, groups=4, labels=labels) if sizes else basis_of(h)
     found = of_position(basis, k=4, nulls=False)
     of = lambda kept: stable_rank(decompose_activations(h[:, kept]).pos)
-    whole, weight = of(labels >= 0), (len(labels) / torch.bincount(labels)).double()[:, None]
-    without = torch.stack([of(labels != g) for g in range(4)])
-    pseudo = weight * whole - (weight - 1) * without
-    mean = 4 * whole - ((1 - 1 / weight) * without).sum(0)
-    expected = ((pseudo - mean).square() / (weight - 1)).mean(0).sqrt()
+    whole, *without = (of(labels != g).numpy() for g in (-1, *range(4)))
+    value, _, high = jackknife(whole, [(without, torch.bincount(labels).tolist())])
+    expected = (high - value) / stats.t.ppf(0.975, 3)
     assert numbers(found, "stable_rank_se") == pytest.approx(expected.tolist())
     assert numbers(found, "blocks") == [4, 4]
 

@@ -200,7 +200,7 @@ def test_lines_of_thought_are_the_flow_of_the_chunks(name: str, n: int) -> None:
     follow = lambda rows, m=model: flow.trajectories(m, rows, progress=False)
     seen = lambda x: x.after_norm(model) if n == 70 else x
     mean = lambda x: np.mean(x.residuals().column("abs_kurtosis"))
-    options: dict[str, Any] = {"published_as": name, "n": n, "length": 8, "K": (1, 4, 999)}
+    options: dict[str, Any] = {"published_as": name, "n": n, "length": 8, "K": (4, 1, 999)}
     options |= {"prepend_bos": True, "seed": 3, "progress": False}
     found = papers.sarfati(model, text, **options)
     chunks = cut(8)[[i for i in range(n) if i != 65]]

@@ -25,6 +25,7 @@ from tests.browser import (
     check_escapes_matter,
 )
 from tests.lib.data import Provenance
+from tests.lib.models import tiny, tokens
 from tests.lib.subjects.views import data_of, inside
 from tests.lib.worlds import world
 from tl_geometry import GeometryError, Table, render
@@ -121,6 +122,18 @@ def test_the_panels_of_a_split_add_up_and_constants_stand_apart() -> None:
     np.testing.assert_allclose(values[:, 4][allowed], wanted[allowed], atol=1e-2)
     for group, terms in groups_of(list(split.terms)).items():
         assert all(("pos" in term) == (group in ("position", "mixed")) for term in terms)
+
+
+def test_planes_are_drawn_beside_a_head_that_does_not_rotate() -> None:
+    """Bars add up to the shares of all planes of their head (SmolLM3: the first layer rotates)."""
+    model, ids = tiny("bridge", "smollm3"), tokens(20, 12)
+    basis = tlg.decompose(model, ids, progress=False)
+    planes = tlg.sweep_heads(model, ids, basis, planes=True, progress=False).planes()
+    axes: Any = render.head_planes(planes, heads=["L0H0", "L1H0"]).figure.axes
+    for axis, head in zip(axes, [(0, 0), (1, 0)], strict=True):
+        drawn = sum(bar.get_height() for bar in axis.patches)
+        shares = planes.total_cs[planes.heads.index(head)].nan_to_num()
+        assert drawn == pytest.approx(float(shares.sum()), rel=1e-5)
 
 
 @pytest.mark.parametrize("between", [False, True])

@@ -4,7 +4,6 @@ written out in float64, whatever the batches, is in the table of subjects."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -12,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from torch import Tensor
 
 import tl_geometry as tlg
 from tests.lib.models import bridge_of, hf_model, tiny, tokens
+from tests.lib.reference.moments import jackknife
 from tl_geometry import PositionContext
 
 QUIET: dict[str, Any] = {"progress": False}
@@ -55,25 +54,6 @@ def test_a_sweep_equals_its_splits(kind: str, normed: bool) -> None:
         assert ours[name].to_numpy() == pytest.approx(theirs[name].to_numpy(), abs=1e-5)
 
 
-def jackknife(
-    whole: Tensor, sources: Sequence[tuple[Sequence[Tensor], Sequence[float]]]
-) -> list[np.ndarray]:
-    """Value, bounds, of several independent delete-group jackknives with unequal groups (Busing,
-    Meijer & van der Leeden 1999), Satterthwaite's degrees of freedom."""
-    value, variance, squares = whole.numpy().copy(), 0.0, 0.0
-    for left_out, sizes in sources:
-        share = np.array(sizes) / sum(sizes)
-        h, s = 1 / share, np.stack([x.numpy() for x in left_out])
-        shape = (-1,) + (1,) * whole.dim()
-        corrected = len(h) * whole.numpy() - ((1 - share).reshape(shape) * s).sum(0)
-        pseudo = h.reshape(shape) * whole.numpy() - (h - 1).reshape(shape) * s
-        v = ((pseudo - corrected) ** 2 / (h - 1).reshape(shape)).mean(0)
-        value = value + corrected - whole.numpy()
-        variance, squares = variance + v, squares + v**2 / (len(h) - 1)
-    reach = stats.t.ppf(0.975, variance**2 / squares) * np.sqrt(variance)
-    return [value, value - reach, value + reach]
-
-
 @pytest.mark.parametrize(
     ("kind", "normed"),
     # without constants; with ALiBi and constants; with constants that a QK-norm scales
@@ -95,10 +75,10 @@ def test_intervals_are_those_of_sweeps_run_again(kind: str, normed: bool) -> Non
     ]
     for share in SHARES:
         for by in ("term", "group"):
-            left_out = [[t.share(share, by) for t in source] for source in (of_basis, of_windows)]
-            expected = jackknife(
-                table.share(share, by), [(left_out[0], [10] * 4), (left_out[1], [8] * 5)]
-            )
+            runs = of_basis, of_windows
+            left_out = [[t.share(share, by).numpy() for t in source] for source in runs]
+            sources = [(left_out[0], [10] * 4), (left_out[1], [8] * 5)]
+            expected = jackknife(table.share(share, by).numpy(), sources)
             found = table.interval(share, by)
             for ours, theirs in zip(found[:3], expected):
                 scale = np.abs(expected[2] - expected[1]).max()

@@ -147,11 +147,6 @@ def test_each_public_name_is_used_where_a_reader_sees_it() -> None:
             seen |= shown("".join(cell["source"]), script=cell["cell_type"] == "code")
     assert sorted(names - seen) == []
     assert names_of("from .a import b as b\nfrom . import c as c\nx: str\n") == ["b", "c"]
-    assert shown("Some `tlg.used` and\n```python\nf(x)\n```\nunused") == {
-        "tlg",
-        "used",
-        "python",
-        "f",
-        "x",
-    }
+    page = "Some `tlg.used` and\n```python\nf(x)\n```\nunused"
+    assert shown(page) == {"tlg", "used", "python", "f", "x"}
     assert shown('"""unused"""\nused()', script=True) == {"used"}

@@ -222,22 +222,12 @@ def keeping(*names: Term) -> Change:
     return change
 
 
-def averaging(*names: Term) -> Change:
-    """``S - X + (mean of X over the batch)``."""
+def moving(by: Callable[[Tensor], Tensor], *names: Term) -> Change:
+    """``S - X + by(X)``: the mean over the batch, or the terms of other prompts."""
 
     def change(scores: Tensor, found: Mapping[Term, Tensor]) -> Tensor:
         term = torch.stack([found[name] for name in names]).sum(0)
-        return scores - term + term.mean(0)
-
-    return change
-
-
-def swapping(order: Sequence[int], *names: Term) -> Change:
-    """``S - X + X'``, X' the term of prompt ``order[b]``."""
-
-    def change(scores: Tensor, found: Mapping[Term, Tensor]) -> Tensor:
-        term = torch.stack([found[name] for name in names]).sum(0)
-        return scores - term + term[list(order)]
+        return scores - term + by(term)
 
     return change
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -73,32 +73,22 @@ def half_cosine(h: np.ndarray, halves: tuple[Sequence[int], Sequence[int]]) -> f
     return float(np.mean(cosines))
 
 
-class Interval(NamedTuple):
-    """A value corrected for bias, its 95% bounds, its standard error."""
-
-    value: np.ndarray
-    low: np.ndarray
-    high: np.ndarray
-    error: np.ndarray
-
-
 def jackknife(
-    statistic: Callable[[np.ndarray], np.ndarray], groups: Sequence[Sequence[int]]
-) -> Interval:
-    """Delete-group jackknife (SPEC O.2) of a statistic of rows of contexts: for G equal groups
-    ``s* = G s - (G - 1) mean_g s_(-g)``, ``se^2 = (G - 1) / G sum (s_(-g) - mean)^2``, ``s* ±
-    t_(G-1) se``. For unequal ones the pseudo-values of Busing et al. 1999, h_g = n / n_g."""
-    all_rows = np.concatenate([np.asarray(group) for group in groups])
-    whole = np.asarray(statistic(np.sort(all_rows)), dtype=np.float64)
-    without, h = [], []
-    for group in groups:
-        rest = np.setdiff1d(all_rows, np.asarray(group))
-        without.append(np.asarray(statistic(rest), dtype=np.float64))
-        h.append(len(all_rows) / len(group))
-    count = len(groups)
-    value = count * whole - sum((1 - 1 / h[g]) * without[g] for g in range(count))
-    pseudo = [h[g] * whole - (h[g] - 1) * without[g] for g in range(count)]
-    variance = sum((pseudo[g] - value) ** 2 / (h[g] - 1) for g in range(count)) / count
-    error = np.sqrt(variance)
-    reach = student.ppf(0.975, count - 1) * error
-    return Interval(np.asarray(value), value - reach, value + reach, np.asarray(error))
+    whole: np.ndarray, sources: Sequence[tuple[Sequence[np.ndarray], Sequence[float]]]
+) -> list[np.ndarray]:
+    """Value corrected for bias and its 95% bounds (SPEC O.2), for independent sources of (the
+    statistic without each group, sizes of the groups): the pseudo-values of Busing, Meijer & van
+    der Leeden 1999, variances added, Satterthwaite's degrees of freedom."""
+    value, variance, squares = whole.copy(), 0.0, 0.0
+    for left_out, sizes in sources:
+        share = np.array(sizes) / sum(sizes)
+        h, s = 1 / share, np.stack(left_out)
+        shape = (-1,) + (1,) * whole.ndim
+        corrected = len(h) * whole - ((1 - share).reshape(shape) * s).sum(0)
+        pseudo = h.reshape(shape) * whole - (h - 1).reshape(shape) * s
+        v = ((pseudo - corrected) ** 2 / (h - 1).reshape(shape)).mean(0)
+        value = value + corrected - whole
+        variance, squares = variance + v, squares + v**2 / (len(h) - 1)
+    freedom = np.divide(variance**2, squares, out=np.ones(whole.shape), where=squares > 0)
+    reach = student.ppf(0.975, freedom) * np.sqrt(variance)
+    return [value, value - reach, value + reach]

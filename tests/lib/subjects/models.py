@@ -3,17 +3,15 @@ the token windows that everything else runs on."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import tl_geometry as tlg
 from tests.lib.subjects.row import Answers, Subject, rotary
-from tests.lib.worlds import World
+from tests.lib.worlds import EMBEDDED, World
 from tl_geometry import corpus, models, zoo
 
-EMBEDDED = Path(zoo.__file__).parent / "assets"
 FACTS = {
     "norm before attention": "norm before attention",
     "key and value heads": "key heads",

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,8 @@ TERMS = {
     "token": [("bias", "cvec"), ("cvec", "bias")],
     "pos-pos": [("pos", "pos")],
 }
-CHANGES = {"remove": edits.removing, "keep": edits.keeping, "mean": edits.averaging}
+MEAN = partial(edits.moving, lambda term: term.mean(0))
+CHANGES = {"remove": edits.removing, "keep": edits.keeping, "mean": MEAN}
 
 
 def between(w: World, variant: str, answers: Answers) -> Expected:

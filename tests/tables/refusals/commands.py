@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -26,14 +27,14 @@ def fit(*words: str) -> tuple[str, ...]:
     return ("fit", "--corpus", "a.txt", "--length", "16", "--contexts", "4", *words)
 
 
-def _with(
-    name: str, words: tuple[str, ...], what: str, files: dict[str, bytes] | None = None
-) -> Command:
-    return Command(name=name, words=words, what=what, files=TEXT if files is None else files)
+def _with(name: str, words: tuple[str, ...], what: str, files: Any = TEXT) -> Command:
+    return Command(name=name, words=words, what=what, files=files)
 
 
 COMMANDS = (
     _with("contexts beyond the corpus", fit("--contexts", "9999"), "contexts|windows"),
+    _with("more shards than windows", fit("--shard", "5/5"), "shard"),
+    _with("no prompt", ("trace", "embedded", " a", "--prompt", ""), "prompt"),
     _with("a basis into a folder", fit("--out", "."), "out"),
     _with("a basis below a file", fit("--out", "a.txt/b.safetensors"), "out|a.txt"),
     _with("a basis over a file of the user", fit(), "--force", {**TEXT, "basis.safetensors": MINE}),

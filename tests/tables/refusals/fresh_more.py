@@ -5,6 +5,7 @@ reads too much, and states of torch; 28, what a reading of all code found. See
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import os
 from collections.abc import Callable, Iterator
@@ -109,6 +110,27 @@ def kept(s: Scene) -> Path:
     return basis.save(s.folder / "numpy.safetensors")
 
 
+def of_another_version(s: Scene, module: str | None = None, **fields: int) -> Path:
+    """A file of a class with more fields, or that is of another module."""
+    table = tlg.decompose_activations(WAVES).anova()
+    kind: Any = type(table)
+    more = [(name, int, value) for name, value in fields.items()]
+    other = dataclasses.make_dataclass(kind.__name__, more, bases=(kind,), frozen=True)
+    other.__module__ = module or kind.__module__
+    given = {f.name: getattr(table, f.name) for f in dataclasses.fields(table) if f.init}
+    return other(**given).save(s.folder / "table.safetensors")
+
+
+def of_former_weights(s: Scene) -> list[torch.Tensor]:
+    """An edit by a view that was made before the weights changed, and by a fresh one."""
+    model = made("llama")
+    before = tlg.view(model)
+    model.original_model.model.layers[0].mlp.up_proj.weight.data *= 2
+    basis = tlg.decompose(model, IDS, **QUIET)
+    edits = [interventions.term(view, basis, "content", "L1H0") for view in (before, model)]
+    return [s.logits(edit, IDS, model) for edit in edits]
+
+
 def of_one_state(s: Scene) -> Any:
     basis = tlg.decompose(s.model, s.windows, states=[1], **QUIET)
     edits = {"content": interventions.term(s.model, basis, "content", once(["L1H0"]))}
@@ -118,6 +140,12 @@ def of_one_state(s: Scene) -> Any:
 
 READ: dict[str, tuple[Callable[[Scene], Any], str | None]] = {
     "a seed of numpy in a file": (lambda s: tlg.load(kept(s)), None),
+    "a file of this version": (lambda s: tlg.load(of_another_version(s)), None),
+    "a field of another version": (lambda s: tlg.load(of_another_version(s, new=1)), "file"),
+    "a class of another version": (
+        lambda s: tlg.load(of_another_version(s, "tl_geometry.gone")),
+        "file",
+    ),
     "a file in another precision": (lambda s: tlg.load(kept(s), dtype=torch.float64), "load"),
     "a bridge to load": (lambda s: tlg.load(made("llama")), "^model$"),
     "None to load": (lambda s: tlg.load(None), "model"),
@@ -186,6 +214,7 @@ ROWS: tuple[Row, ...] = (
     Row("18 a model made in inference mode", lambda s: inferred(s, True), "gradients"),
     Row("27 edge scores after a look in inference mode", lambda s: inferred(s, False)),
     Row("27 a file at home", saved_at_home, holds=lambda s, found: found),
+    Row("28 a former view", of_former_weights, holds=lambda s, found: torch.equal(*found)),
     *(Row(f"28 {name}", call, what) for name, (call, what) in READ.items()),
     Row(
         "28 positions that are read once",

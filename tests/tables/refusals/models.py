@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import tl_geometry as tlg
 from tests.lib.models import hf_model
+from tests.lib.worlds import EMBEDDED
 from tests.tables.refusals.changed_models import OWN_CODE, PICKLED, made
 from tests.tables.refusals.row import NAN, Group, Scene, calls
 from tl_geometry import models
 
-EMBEDDED = Path(tlg.zoo.__file__).parent / "assets"
 UNSUPPORTED = tlg.UnsupportedModelError
 RECONSTRUCTION = tlg.ReconstructionError
 

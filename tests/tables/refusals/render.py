@@ -36,6 +36,9 @@ CURVES: Any = lambda s, *names: render.measure_curves(
 RANKED: Any = lambda s, ranked: render.faithfulness_curve(
     dataclasses.replace(faithful(s.w), chosen=not ranked)
 )
+EDGES: Any = lambda s, n: render.composition_figure(
+    tlg.composition(s.model, s.ids, layers=1, draws=1, progress=False), n=n
+)
 TEXT: Any = lambda s, x: render.token_attribution(pd.DataFrame({"token": ["a"], "value": [x]}))
 RIGHT = {"split": "a split"} | dict.fromkeys(("spirals", "fourier", "variance_shares"), "a basis")
 
@@ -46,11 +49,8 @@ def drawn(s: Scene, view: str, result: Any) -> Any:
 
 def wrong_results(view: str) -> dict[str, Wrong]:
     """Each result that a view cannot draw, as its argument."""
-    found: dict[str, Wrong] = {}
-    for name, result in OTHERS.items():
-        if RIGHT.get(view) != name:
-            found[name] = ({"result": result}, ITS_OWN)
-    return found
+    others = {name: result for name, result in OTHERS.items() if RIGHT.get(view) != name}
+    return {name: ({"result": result}, ITS_OWN) for name, result in others.items()}
 
 
 GROUPS = (
@@ -78,6 +78,7 @@ GROUPS = (
             "a curve into axes": lambda s: CURVES(s, "rank"),
             "a curve of edges": lambda s: RANKED(s, True),
             "tokens with numbers": lambda s: TEXT(s, 1.0),
+            "one edge": lambda s: EDGES(s, 1),
             "PNG": lambda s: VARIANCE(s).save(s.folder / "a.png"),
         },
         wrong={
@@ -89,6 +90,7 @@ GROUPS = (
             "a state beyond": (lambda s: render.gram(s.w.basis, 99), "state"),
             "shares of no name": (lambda s: render.head_shares(s.w.sweep, share="x"), "share"),
             "tokens without numbers": (lambda s: TEXT(s, float("nan")), "table"),
+            "no edges": (lambda s: EDGES(s, 0), "^n$"),
             "a file of no kind": (lambda s: VARIANCE(s).save(s.folder / "a.docx"), "path"),
             "below a file": (lambda s: VARIANCE(s).save(s.path("plain") / "a.html"), "."),
             "curves into one axes": (lambda s: CURVES(s, "rank", "smoothness"), "ax"),
