@@ -167,3 +167,6 @@ def test_intervals_are_a_jackknife_over_groups_of_prompts(architecture: str) -> 
             found = getattr(table, f"{share}_{side}").numpy()
             np.testing.assert_allclose(found, bound, atol=1e-4)
         assert float((bounds[1] - value)[:, :2].max()) > 1e-3  # the prompts differ
+    pairs = composed(model, MANY[:15], batch_size=5, **options).cosine  # the last has no pair
+    assert torch.allclose(table.cosine, pairs, equal_nan=True)
+    assert not bool(pairs[1:].isnan().all())
