@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import tl_geometry as tlg
-from benchmarks.harness import Row, made_on
+from benchmarks.harness import Row, made_on, synchronize
 from tl_geometry.base.intervals import Interval
 
 PAGE = Path(__file__).with_name("faithfulness.md")
@@ -122,8 +122,10 @@ def judged(model: Any, task: str, numbers: tuple[int, int]) -> Iterator[Found]:
     ranked, held_out = pairs(model, task, numbers)
     plain = _seconds(lambda: _plain(model, ranked))
     for method in METHODS:
+        synchronize()
         start = time.perf_counter()
         scores = tlg.edge_scores(model, ranked, method=method)
+        synchronize()
         spent = time.perf_counter() - start
         draws = 3 if method == METHODS[0] else 1  # random circuits are the same for all methods
         found = tlg.faithfulness(model, held_out, scores, fractions=FRACTIONS, draws=draws)
@@ -142,18 +144,21 @@ def judged(model: Any, task: str, numbers: tuple[int, int]) -> Iterator[Found]:
 
 def _plain(model: Any, prompts: Any) -> None:
     """The model's own passes over prompts and counterfactuals."""
+    device = next(model.parameters()).device
     with torch.inference_mode():
         for group in prompts.groups():
-            model(group.tokens)
-            model(group.counterfactuals)
+            model(group.tokens.to(device))
+            model(group.counterfactuals.to(device))
 
 
 def _seconds(call: Callable[[], object]) -> float:
     """Time of a call, the faster of two."""
     times = []
     for _ in range(2):
+        synchronize()
         start = time.perf_counter()
         call()
+        synchronize()
         times.append(time.perf_counter() - start)
     return min(times)
 

@@ -158,8 +158,8 @@ def timed(case: Case, of: Callable[[Case], Routes], rounds: int) -> list[Row]:
 
 def traced(case: Case, rounds: int) -> list[Row]:
     """The graph of one logit, beside passes forward and back that give its gradient by the embedded
-    tokens (and by all weights); processor time and peak memory. The prompt is text where the model
-    reads text, the target its likeliest token."""
+    tokens (and by all weights); time and peak memory. The prompt is text where the model reads
+    text, the target its likeliest token."""
     view, model = case.view, case.plain[EAGER]
     text = tlg.zoo.default_windows(view, PROMPT, n=1).tokens if view.has_tokenizer else case.tokens
     prompt = text[:1, :PROMPT].to(model.device)

@@ -284,10 +284,10 @@ class Walk:
         total += float(values.mlps.sum()) if self.leaf else 0.0
         size = float(values.flat().abs().sum() + values.constant.abs()) + self.rounding
         bound = reconstruction_bound(self.runner.view.roundoff, size)
+        # NaN is refused too
         fits, what = abs(total - self.value) <= bound, f"logit of {self.runner.view.name}"
         expected = f"{self.value:.6g} as a sum over tokens and constants, within {bound:.1e}"
         got, instead, kind = f"{total:.6g}", "check_model(model)", ReconstructionError
-        # NaN is refused too
         require(fits, what, expected=expected, got=got, instead=instead, error=kind)
 
 

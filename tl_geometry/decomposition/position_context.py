@@ -335,8 +335,8 @@ class PositionContext(Guarded, Result):
         """Write to one safetensors file and return its path.
 
         By default mean, pos, the analysis of variance without intervals and reliability, and the
-        largest tokens can
-        be read from it: sums of all groups together (SmolLM2 with 128 positions: 18 MB).
+        largest tokens can be read from it: sums of all groups together (SmolLM2 with 128 positions:
+        18 MB).
         ``full=True`` also keeps groups, context vectors, samples and second moments, which
         intervals, context reports and merging with intervals need.
         """

@@ -106,7 +106,6 @@ def _random_writers(edit: Edit, seeds: list[int]) -> dict[str, list[Draw]]:
     """As many other writers (heads, MLPs, embeddings) that come before the same heads."""
     again: Any = edit.again
     own = again.keywords["writer"]
-    own = [own] if isinstance(own, str) else list(own)
     first = min(layer for layer, _ in edit.heads)
     # heads of a block whose attention is edited are parts of it, and no other writers
     without = ("attn", *parts_of(own))

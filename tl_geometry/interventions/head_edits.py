@@ -180,10 +180,11 @@ def each(
     ['L0H0', 'L0H1']
     """
     view = as_view(model)
-    given: Any = checks.heads(None, view.n_layers, view.n_heads) if names is None else names
-    given = [given] if isinstance(given, str) else list(given)
-    given = [tuple(given)] if given and checks.whole(given[0]) is not None else given  # one pair
-    labels = [name if isinstance(name, str) else checks.head_name(name) for name in given]
+    find = partial(checks.heads, n_layers=view.n_layers, n_heads=view.n_heads)
+    given = checks.several(find(None) if names is None else names)
+    if len(given) == 2 and all(checks.whole(value) is not None for value in given):
+        given = (given,)  # two integers alone are one pair
+    labels = [n if isinstance(n, str) else checks.head_name(find([n])[0]) for n in given]
     known = known_prompts(view, by, reference, counterfactual, prepend_bos)
     options["positions"] = given_positions(options.get("positions"))  # once for all
     edits = (heads(view, name, by=by, reference=known, **options) for name in given)
@@ -195,8 +196,9 @@ def known_prompts(
 ) -> Known | None:
     """The prompts that an edit was given, with counterfactuals where it needs them."""
     expected, instead = 'reference= and by="counterfactual"', "effects(..., counterfactual=)"
+    got = f"by={by!r}" + ", no reference" * (reference is None)
     used = counterfactual is None or (reference is not None and by == "counterfactual")
-    require(used, "counterfactual", expected=expected, got=f"by={by!r}", instead=instead)
+    require(used, "counterfactual", expected=expected, got=got, instead=instead)
     if reference is None:
         return None
     known = Known.of(view, reference, counterfactual, prepend_bos)

@@ -171,7 +171,7 @@ class Edit(LiveEdit):
             return [*self, *other]
         first, second = self, other
         same = first.view.is_of_model(second.view)
-        require(same, "edits", expected="edits of one model", got="edits of two")
+        require(same, "edits", expected="edits of one model with the same weights", got="others")
 
         def make(known: Known | None) -> list[NamedHook]:
             return [*first.make(first.known or known), *second.make(second.known or known)]

@@ -122,7 +122,7 @@ def surrogate(
 
     options: dict[str, Any] = {"heads": of_heads, "part": part, "rank": rank, "random": random}
     again = partial(surrogate, model=view, basis=basis, seed=seed, **options)
-    return edit_of_scores(view, of_heads, scores, basis=basis, again=again)
+    return edit_of_scores(view, of_heads, scores, basis=basis if along else None, again=again)
 
 
 def directions(

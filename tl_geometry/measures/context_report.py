@@ -199,9 +199,9 @@ def contextual_report(
       subspaces, and this null is too low: 49 to 90% of independent pos and ctx exceeded it at level
       5%. Choose a ``rank`` that pos has;
     - ``_exchanged`` (of mean and root mean square |cos|, with 10 sampled contexts or more): windows
-      in which each position comes from another of the sampled contexts.
-      Their context vectors hold no context, only the noise of averages, which lies along the
-      directions in which states vary most;
+      in which each position comes from another of the sampled contexts. Their context vectors hold
+      no context, only the noise of averages, which lies along the directions in which states vary
+      most;
     - ``_shuffled``: the labels in random order.
 
     Args:

@@ -71,8 +71,8 @@ class Layers(Runner):
         return self.once(("attention", layer), lambda: self._infer_layer(layer))
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What ``make`` found, remembered as long as the weights stay the same. It compares in
-        float64, which MPS lacks."""
+        """What ``make`` found, which is compared in float64, remembered as long as the weights stay
+        the same."""
         if key not in self._found:
             place, instead = next(iter(self._model.parameters())).device.type, 'model.to("cpu")'
             require(place != "mps", self.name, expected="float64", got="MPS", instead=instead)

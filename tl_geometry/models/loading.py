@@ -45,13 +45,13 @@ def load(
     """
     require(dtype in DTYPES, "dtype", expected=", ".join(map(str, DTYPES)), got=repr(dtype))
     device = require_device(device)
-    if isinstance(model, torch.nn.Module):
-        _require_hugging_face(model)
+    if not isinstance(model, str | Path):
+        _require_hugging_face(model, "a name, a path or a model of transformers")
         return from_hf(model.to(device=device, dtype=dtype), processed=processed)
     path = as_path(model, "model")
     if path.is_file():
         alone = not processed and dtype == torch.float32 and device.type == "cpu"
-        require(alone, "load", expected="no other arguments for a result", got=str(path))
+        require(alone, "load", expected="a file alone", got=f"{processed=}, {dtype}, {device}")
         return results.load(path)
     require(path.suffix != ".safetensors", "path", expected="a file that is there", got=str(path))
     expected = f"a model with safetensors in {path.name}, or a name that TransformerLens knows"
@@ -133,11 +133,10 @@ def from_hf(
     return remember(bridge.eval(), name=name, head_trained=head_trained)
 
 
-def _require_hugging_face(model: Any) -> None:
+def _require_hugging_face(model: Any, expected: str = "a model of transformers") -> None:
     got, instead = type(model).__name__, "tl_geometry.view(model) of one of TransformerLens"
     # TransformerLens's models have cfg, and a bridge passes on the config of what it wraps
     fits = hasattr(model, "config") and not hasattr(model, "cfg")
-    expected = "a model of transformers"
     require(fits, "model", expected=expected, got=got, instead=instead)
 
 

@@ -63,8 +63,8 @@ def view(model: Any) -> ModelView:
     """The verified description of a TransformerLens model, which every function of the package that
     takes a model uses.
 
-    Verified once for each set of weights: all state hooks fire, and state l+1
-    is the output of block l. The view of a model that changed is made anew where it is used.
+    Verified once for each set of weights: all state hooks fire, and state l+1 is the output of
+    block l. The view of a model that changed is made anew where it is used.
 
     Raises ``UnsupportedModelError`` by name for models that would give wrong numbers.
 

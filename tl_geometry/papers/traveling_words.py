@@ -45,10 +45,9 @@ def molina(
     Returns a row per readout, block, head, and bias, direction or noun that is read (``of``):
     ``tokens`` and ``others`` are those at either end of a bias, the queries and keys of W_QK, what
     W_OV reads and writes, the keys of a noun and what its value promotes; ``size`` is the length or
-    singular value. For GPT-2 the verdict of every row
-    says that no published value is at hand; for another model, that the published examples need
-    GPT-2's weights. A readout that the model does not allow (QK-norm, a norm after attention) is
-    one row that says why.
+    singular value. For GPT-2 the verdict of every row says that no published value is at hand; for
+    another model, that the published examples need GPT-2's weights. A readout that the model does
+    not allow (QK-norm, a norm after attention) is one row that says why.
 
     >>> table = molina(tlg.zoo.embedded(), nouns=["file", "list"], k=2)
     >>> sorted(set(table.column("readout")))

@@ -151,10 +151,10 @@ def head_shares(sweep: SweepTable, *, share: str = "cs") -> draw.View:
     if len(table) <= MOST and table[[*TYPES]].max(axis=None) > NAMED:  # some have their type drawn
         caption += f" Beside it stands a head type over {NAMED}: the attention, on repeated random "
         caption += "tokens, to where a head of the type looks."
-    if len(table) <= MOST and max(table["dropped_mass"].tolist()) > NAMED:
-        caption += " Left-out keys are those before the window, such as BOS."
         chance = [f"{TYPES[name]} {table[f'{name}_uniform'].max():.2f}" for name in TYPES]
         null += f" Uniform attention would score {', '.join(chance)}."
+    if len(table) <= MOST and table["dropped_mass"].max() > NAMED:
+        caption += " Left-out keys are those before the window, such as BOS."
     return draw.view(
         _bars(table, columns, said),
         sweep,

@@ -168,9 +168,10 @@ def measure_types(
     ids = ranges[0][1] - ranges[0][0]
     period = max(1, min(32, (view.n_ctx - (bos_id is not None)) // 2, ids - 1))
     rows = SEQUENCES // len(ranges)
+    seeds = [(seed + i) % 2**32 for i in range(len(ranges))]
     batches = [
-        repeated_random_tokens(period, 2, rows, low=low, high=high, seed=seed + i, bos_id=bos_id)
-        for i, (low, high) in enumerate(ranges)
+        repeated_random_tokens(period, 2, rows, low=low, high=high, seed=own, bos_id=bos_id)
+        for own, (low, high) in zip(seeds, ranges, strict=True)
     ]
     tokens = torch.cat(batches)
     all_keys = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool)

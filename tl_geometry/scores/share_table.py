@@ -120,7 +120,7 @@ class ShareTable(TermResult):
         if self.names(by) == self.terms:
             return values
         member = [[group_of(term) == group for group in self.groups] for term in self.terms]
-        return values @ torch.tensor(member).reshape(len(self.terms), -1).to(values)
+        return values @ torch.tensor(member).to(values)
 
     def share(self, share: str = "cs", by: str = "group") -> Float[Tensor, "head name"]:
         """Covariance (``"cs"``) or gain (``"gs"``) shares of the groups, or with ``"term"`` of the

@@ -298,7 +298,7 @@ def _table(
 ) -> SweepTable:
     """The finished table of all heads of the layers."""
     of_layers, has_bos, drop = list(sums.values()), source.has_bos, basis.window[0]
-    types = measure_types(view, list(sums), bos=bool(has_bos), seed=(1234 + seed) % 2**32)
+    types = measure_types(view, list(sums), bos=bool(has_bos), seed=1234 + seed)
     intervals = of_layers[0].intervals
     more: dict[str, Any] = {}
     if intervals:

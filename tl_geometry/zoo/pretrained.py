@@ -87,9 +87,7 @@ def smollm2_hugging_face() -> tuple[Any, Any]:
         # a plain model, so that saving it writes no settings of the quantised file
         settings = quantized.config.to_dict() | {"architectures": ["LlamaForCausalLM"]}
         config = LlamaConfig(**{k: v for k, v in settings.items() if k != "quantization_config"})
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation="eager"
-        )
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     model.load_state_dict(quantized.state_dict())
     return model.eval(), tokenizer
 
