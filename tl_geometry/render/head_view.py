@@ -153,7 +153,7 @@ def head_shares(sweep: SweepTable, *, share: str = "cs") -> draw.View:
         caption += "tokens, to where a head of the type looks."
         chance = [f"{TYPES[name]} {table[f'{name}_uniform'].max():.2f}" for name in TYPES]
         null += f" Uniform attention would score {', '.join(chance)}."
-    if len(table) <= MOST and table["dropped_mass"].max() > NAMED:
+    if len(table) <= MOST and table[["dropped_mass"]].max(axis=None) > NAMED:
         caption += " Left-out keys are those before the window, such as BOS."
     return draw.view(
         _bars(table, columns, said),
