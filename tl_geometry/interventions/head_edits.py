@@ -196,7 +196,7 @@ def known_prompts(
 ) -> Known | None:
     """The prompts that an edit was given, with counterfactuals where it needs them."""
     expected, instead = 'reference= and by="counterfactual"', "effects(..., counterfactual=)"
-    got = f"by={by!r}" + ", no reference" * (reference is None)
+    got = "no reference" if reference is None else f"by={by!r}"
     used = counterfactual is None or (reference is not None and by == "counterfactual")
     require(used, "counterfactual", expected=expected, got=got, instead=instead)
     if reference is None:
