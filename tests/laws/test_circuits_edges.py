@@ -82,6 +82,15 @@ def test_contrast_sums_to_the_difference_of_the_metric(kind: str) -> None:
     assert far(gradient.node_scores[0], found.node_scores[0]) > 1e-3  # which does not sum
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_contrast_sums_for_a_metric_that_is_not_linear(kind: str) -> None:
+    with InDouble():
+        found = tlg.edge_scores(
+            exact(kind), PROMPTS, counterfactual=OTHERS, metric=lambda x: x[:, -1].softmax(-1)[:, 5]
+        )
+    assert far(found.node_scores[0], found.clean - found.counterfactual) < 1e-8
+
+
 WITHOUT = "TransformerLens 4 has no HookedTransformer"
 NORMLESS = pytest.param("no norm", marks=pytest.mark.skipif(not HAS_HOOKED, reason=WITHOUT))
 

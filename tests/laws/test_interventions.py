@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import tl_geometry as tlg
+from tests.lib.data import refused
 from tests.lib.double import InDouble, exact
 from tests.lib.kinds import CORPUS, KINDS, OTHERS, PROMPTS, basis, decoder, far, run
 from tests.lib.models import ARCHITECTURES, ENCODERS, loadable, tiny, tokens
@@ -68,16 +69,6 @@ def order_of(prompts: int, seed: int) -> list[int]:
     """Which prompt each prompt gets: in a random order, the one before it."""
     order = torch.randperm(prompts, generator=torch.Generator().manual_seed(seed)).tolist()
     return [order[order.index(i) - 1] for i in range(prompts)]
-
-
-def refused(
-    what: str, call: Callable[..., Any], *args: Any, error: Any = tlg.GeometryError, **options: Any
-) -> Any:
-    """The error of a call, whose text names ``what``."""
-    with pytest.raises(error) as caught:
-        call(*args, **options)
-    assert what in str(caught.value), caught.value
-    return caught.value
 
 
 def shrinking(decoder: Any, layer: int, *names: scores.Term) -> edits.Change:
@@ -169,7 +160,7 @@ def test_edits_that_must_come_to_the_same_do(architecture: str, every: bool) -> 
         rest = term(["position", "token", "mixed", *alibi], how="keep")
         assert far(inside(model, rest), without) < 1e-4
         assert far(without, clean) > 1e-4
-        known = str(refused("writer", interventions.edge, model, IDS, "nobody", "L1H1").expected)
+        known = str(refused(partial(interventions.edge, model, IDS, "nobody", "L1H1")).expected)
         names = ("embed", "pos_embed", "constants", "attn0", "mlp0")
         writers = [name for name in names if f"'{name}'" in known]
         sides = ["query", "key", "value"]
@@ -256,7 +247,7 @@ def test_a_pass_is_known_by_its_prompts() -> None:
     assert far(whole, model(IDS).detach()) > 1e-3
     for ids in (OTHER, IDS[:, :9], torch.cat([IDS[:1], OTHER[:1]])):
         with edit:
-            refused("tokens inside an edit", model, ids)
+            refused(lambda ids=ids: model(ids), what="tokens inside an edit")
             model(IDS)
 
 
@@ -290,17 +281,16 @@ def test_positions_by_number_and_by_name() -> None:
         z[:, positions, 1] = other["z", 0][:, positions, 1]
         return edits.knockout(right, {(0, 1): z[:, :, 1]})
 
+    call = partial(exactly, kind, interventions.heads, "L0H1")
     every: list[Any] = [([5], [5]), ([-1, 0], [9, 0]), ("subject", [2]), (np.int64(5), [5])]
     every += [([torch.tensor(5), "subject"], [5, 2])]
     for positions, numbers in every:
-        options = {"by": "counterfactual", **pairs, "positions": positions}
-        found = exactly(kind, interventions.heads, "L0H1", **options)
+        found = call(**pairs, by="counterfactual", positions=positions)
         assert far(found, edited(kind, at(numbers))) < 1e-9, positions
         assert far(found, clean["logits", 0]) > 1e-5
     for wrong in (1.5, True, [None], "nobody"):
-        options = {"by": "zero", "positions": wrong, "reference": rows}
-        refused("position", exactly, kind, interventions.heads, "L0H1", **options)
-    refused("counterfactual", exactly, kind, interventions.heads, "L0H1", **pairs)  # by their mean
+        refused(partial(call, by="zero", positions=wrong, reference=rows), what="position")
+    refused(partial(call, **pairs), what="counterfactual")  # by their mean
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
@@ -361,7 +351,7 @@ def test_a_surrogate_of_a_rotary_model_is_of_low_rank() -> None:
     rotary = exact_basis("llama")
     call = partial(exactly, "llama", interventions.surrogate, rotary, "L1H2")
     for part in ("structured", "diagonal"):
-        refused("low_rank", call, error=tlg.UnsupportedModelError, part=part)
+        refused(partial(call, part=part), tlg.UnsupportedModelError, "low_rank")
     whole = decoder("llama")
     V = np.linalg.svd(basis("llama", 1)[1][1:].numpy())[2][:4].T
 
@@ -410,7 +400,7 @@ def test_edits_act_on_the_stream_as_other_hooks_leave_it(kind: str) -> None:
         found.append(model.run_with_hooks(PROMPTS, fwd_hooks=[*edit, *user]))
         found.append(model.run_with_hooks(PROMPTS, fwd_hooks=[(late, user[0][1]), *edit]))
         hooks = [*edit, (late, user[0][1])]
-        refused("inside an edit", model.run_with_hooks, PROMPTS, fwd_hooks=hooks)
+        refused(lambda: model.run_with_hooks(PROMPTS, fwd_hooks=hooks), what="inside an edit")
     for logits in found:
         assert same(logits, wanted, kind)
 
@@ -463,4 +453,5 @@ def test_sums_of_edits_are_edits() -> None:
         # the same head twice is no sum: the second edit does not find the head's own scores
         twice = interventions.term(exact(kind), exact_basis(kind), "content", "L1H0")
         twice = twice + interventions.term(exact(kind), exact_basis(kind), "position", "L1H0")
-        refused("inside an edit", exact(kind).run_with_hooks, PROMPTS, fwd_hooks=twice)
+        ran = partial(exact(kind).run_with_hooks, PROMPTS, fwd_hooks=twice)
+        refused(ran, what="inside an edit")

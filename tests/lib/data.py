@@ -17,10 +17,11 @@ from tl_geometry.base.results import Provenance
 __all__ = ["Provenance", "marginals", "normal", "random_states", "refused"]
 
 
-def refused(call: Callable[[], object], kind: type[Exception] = GeometryError) -> Any:
-    """The error of a call."""
+def refused(call: Callable[[], object], kind: Any = GeometryError, what: str = "") -> Any:
+    """The error of a call, whose text names ``what``."""
     with pytest.raises(kind) as caught:
         call()
+    assert what in str(caught.value), caught.value
     return caught.value
 
 

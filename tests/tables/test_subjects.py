@@ -70,9 +70,9 @@ WITHOUT_ROW: dict[str, str] = {
         "a package",
     ),
     **dict.fromkeys(("Result", "Table"), "what all results are: their own laws"),
-    "Prompts": "version 2 alone: a row is written with it",
+    "Prompts": "what rows are asked about: its own laws",
     "zoo.default_windows": "text of the running Python: a law compares it with windows",
-    "plot": "version 2 alone: a row is written with it",
+    "plot": "pictures: the table of views",
     "from_hf": "every model of the tests is made by it",
 }
 """Names that need no row in the subject table, and why."""

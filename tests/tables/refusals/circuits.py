@@ -96,6 +96,7 @@ GROUPS = (
         },
         wrong={
             **{name: case for name, case in BASES.items() if name != "a table"},
+            "a normalised basis": ({"basis": lambda s: s.w.normalized_basis}, "basis|trace_logit"),
             "two prompts": ({"prompt": lambda s: s.ids[:2]}, "prompt"),
             "a token beyond": 10**6,
             "a text of many tokens": "x y z",

@@ -17,6 +17,7 @@ import torch
 
 import tl_geometry as tlg
 from tests.tables.refusals.changed_models import adapted, made
+from tests.tables.refusals.circuits import pruned
 from tests.tables.refusals.fresh import QUIET
 from tests.tables.refusals.row import NAN, Row, Scene
 from tl_geometry import corpus, interventions
@@ -146,6 +147,8 @@ READ: dict[str, tuple[Callable[[Scene], Any], str | None]] = {
         lambda s: tlg.load(of_another_version(s, "tl_geometry.gone")),
         "file",
     ),
+    "an area under rankings": (lambda s: pruned(s, s.w.edges).cpr.value, None),
+    "an area under a chosen set": (lambda s: pruned(s, "L1H0").cpr.value, "CPR"),
     "a file in another precision": (lambda s: tlg.load(kept(s), dtype=torch.float64), "load"),
     "a bridge to load": (lambda s: tlg.load(made("llama")), "^model$"),
     "None to load": (lambda s: tlg.load(None), "model"),

@@ -18,14 +18,8 @@ NO_TOKENS = {
 }
 
 
-def positional(s: Scene, **options: Any) -> Any:
-    given = {"basis": s.w.basis, "jackknife": False, "nulls": False, **options}
-    return tlg.positional_report(**given)
-
-
-def contextual(s: Scene, **options: Any) -> Any:
-    given = {"basis": s.w.basis, "jackknife": False, "nulls": False, **options}
-    return tlg.contextual_report(**given)
+def measured(s: Scene, report: Any = tlg.positional_report, **options: Any) -> Any:
+    return report(**{"basis": s.w.basis, "jackknife": False, "nulls": False, **options})
 
 
 def geometry(s: Scene, **options: Any) -> Any:
@@ -57,7 +51,7 @@ def skips(s: Scene, tokens: Any = None, ensemble: Any = None, **options: Any) ->
 GROUPS = (
     Group(
         name="positional_report",
-        call=positional,
+        call=measured,
         right={
             "plain": {},
             "with errors and nulls": {"jackknife": True, "nulls": True, "draws": 2},
@@ -66,7 +60,7 @@ GROUPS = (
     ),
     Group(
         name="contextual_report",
-        call=contextual,
+        call=lambda s, **o: measured(s, tlg.contextual_report, **o),
         of="labels",
         right={"plain": {}, "labels": lambda s: [i % 3 for i in range(40)]},
         wrong={
