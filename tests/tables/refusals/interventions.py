@@ -172,6 +172,7 @@ GROUPS = (
             **BASES,
             **HEADS,
             "a part of no name": ({"part": "nothing"}, "part"),
+            "more directions than there are": ({"rank": 10**4}, "rank"),
         },
     ),
 )
