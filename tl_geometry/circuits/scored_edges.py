@@ -51,9 +51,9 @@ from tl_geometry.models.reconstruction import reconstruction_bound
 
 METHODS = ("contrast", "gradient", "integrated")
 """Which derivative is taken."""
-METRIC_NODES = 32
+METRIC_NODES = 24
 """Gauss-Legendre nodes for a metric of the user's between the logits of both runs: log-probability,
-probability and entropy close to 1e-9 where logits move by 20 (16 nodes: to 1e-4)."""
+probability and entropy close to 1e-7 where logits move by 20 (16 nodes: to 1e-4)."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
