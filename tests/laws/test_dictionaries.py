@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 import tl_geometry as tlg
-from tests.laws.test_writers import far
 from tests.lib.data import marginals, refused
+from tests.lib.kinds import far
 from tests.lib.models import HAS_HOOKED, D, tiny, tokens
 from tl_geometry import circuits
 
