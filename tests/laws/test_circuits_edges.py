@@ -84,10 +84,9 @@ def test_contrast_sums_to_the_difference_of_the_metric(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_contrast_sums_for_a_metric_that_is_not_linear(kind: str) -> None:
+    options: dict[str, Any] = {"metric": lambda logits: logits.softmax(-1)[:, -1, 5]}
     with InDouble():
-        found = tlg.edge_scores(
-            exact(kind), PROMPTS, counterfactual=OTHERS, metric=lambda x: x[:, -1].softmax(-1)[:, 5]
-        )
+        found = tlg.edge_scores(exact(kind), PROMPTS, counterfactual=OTHERS, **options)
     assert far(found.node_scores[0], found.clean - found.counterfactual) < 1e-6
 
 

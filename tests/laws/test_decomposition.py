@@ -203,11 +203,10 @@ def test_documents_keep_their_names_and_shards_their_groups() -> None:
     each = [decompose_activations(h[:, 4 * i : 4 * i + 4], groups=4) for i in range(4)]
     assert PositionContext.merge(each).group_counts.tolist() == [4] * 4
     uneven = decompose_activations(h[:, :7], groups=1), decompose_activations(h[:, 7:12], groups=5)
-    # groups 2.4 contexts wide: the seven go where context 3 is
-    assert PositionContext.merge(uneven).group_counts.tolist() == [0, 7, 1, 2, 2]
+    assert PositionContext.merge(uneven).group_counts.tolist() == [0, 7, 1, 2, 2]  # each 2.4 wide
 
 
-def test_sums_over_a_gibibyte_are_kept_only_on_request() -> None:
+def test_sums_over_a_gibibyte_are_left_out_by_themselves() -> None:
     wide, narrow = (decompose_activations(torch.ones(1, 2, 2, width)) for width in (11_600, 8))
     assert (wide.has_second_moments, narrow.has_second_moments) == (False, True)
     assert "over 1 GiB" in " ".join(wide.provenance.flags)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 import tl_geometry as tlg
+from tests.laws.test_writers import far
 from tests.lib.data import marginals, refused
-from tests.lib.kinds import far
 from tests.lib.models import HAS_HOOKED, D, tiny, tokens
 from tl_geometry import circuits
 
@@ -97,7 +97,7 @@ def explains(model: Any, source: Any, found: Any) -> bool:
     split = marginals(tlg.split_scores(model, SHORT, heads=found.heads, parts=parts).shares())
     ours, theirs = found.cs[..., 1], split.cs[..., split.parts.index("error")]
     assert torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3)  # a random one's share is up to 50
-    return far(found.cs.sum(-1), torch.ones(())) < 1e-3
+    return bool(far(found.cs.sum(-1), torch.ones(())) < 1e-3)
 
 
 def test_an_autoencoder_is_read_by_its_own_decode() -> None:

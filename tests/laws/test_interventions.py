@@ -160,7 +160,8 @@ def test_edits_that_must_come_to_the_same_do(architecture: str, every: bool) -> 
         rest = term(["position", "token", "mixed", *alibi], how="keep")
         assert far(inside(model, rest), without) < 1e-4
         assert far(without, clean) > 1e-4
-        known = str(refused(partial(interventions.edge, model, IDS, "nobody", "L1H1")).expected)
+        call = partial(interventions.edge, model, IDS, "nobody", "L1H1")
+        known = str(refused(call, what="writer").expected)
         names = ("embed", "pos_embed", "constants", "attn0", "mlp0")
         writers = [name for name in names if f"'{name}'" in known]
         sides = ["query", "key", "value"]
@@ -453,5 +454,4 @@ def test_sums_of_edits_are_edits() -> None:
         # the same head twice is no sum: the second edit does not find the head's own scores
         twice = interventions.term(exact(kind), exact_basis(kind), "content", "L1H0")
         twice = twice + interventions.term(exact(kind), exact_basis(kind), "position", "L1H0")
-        ran = partial(exact(kind).run_with_hooks, PROMPTS, fwd_hooks=twice)
-        refused(ran, what="inside an edit")
+        refused(lambda: exact(kind).run_with_hooks(PROMPTS, fwd_hooks=twice), what="inside an edit")

@@ -3,6 +3,7 @@ in float64 and of the split; nulls and intervals are what they say."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from tests.lib.reference.moments import jackknife
 
 PROMPTS, MANY = tokens(batch=4, length=14, seed=7), tokens(batch=16, length=12, seed=3)
 QUIET: dict[str, Any] = {"progress": False}
+far = partial(torch.dist, p=torch.inf)  # the largest difference
 
 
 def composed(model: Any, prompts: Tensor = PROMPTS, **options: Any) -> Any:
@@ -56,7 +58,7 @@ def test_a_sweep_of_writers_is_that_of_their_split(kind: str) -> None:
     summed = marginals(split)
     assert swept.parts == summed.parts
     for name, found in (("cs", summed), ("gs", summed), ("dropped_mass", split)):
-        assert kinds.far(getattr(swept, name), getattr(found, name)) < 1e-5
+        assert far(getattr(swept, name), getattr(found, name)) < 1e-5
     assert float(swept.dropped_mass.min()) > 1e-2
 
 
@@ -73,8 +75,8 @@ def test_the_value_side_is_the_covariance_of_the_output(
     out = torch.einsum("pbihe,hed->pbihd", z, W_O)[1:]  # without the constants
     total = out.sum(0)
     expected = (out * total).sum((1, 2, 4)) / total.square().sum((0, 1, 3))
-    assert kinds.far(table.cs[:, 2, 1:], expected.mT) < 1e-4
-    assert queries is None or kinds.far(table.cs, composed(model, layers=1).cs) > 1e-2
+    assert far(table.cs[:, 2, 1:], expected.mT) < 1e-4
+    assert queries is None or far(table.cs, composed(model, layers=1).cs) > 1e-2
 
 
 @torch.no_grad()
@@ -126,7 +128,7 @@ def test_the_random_null_is_that_of_random_orthogonal_maps() -> None:
         (table.random_cs, table.random_gs), torch.stack(squares).mean(0).sqrt(), strict=True
     ):
         # 200 squares of nearly normal numbers: 5% of the root; ours: 2.4% at most
-        assert kinds.far(found[:, :2, written] / expected, torch.ones(())) < 0.2
+        assert far(found[:, :2, written] / expected, torch.ones(())) < 0.2
     assert not bool(table.random_cs[..., table.parts.index("constants")].any())  # Llama has none
     few = [composed(model, layers=1, draws=8, seed=seed).random_cs[..., 1:] for seed in (0, 0, 1)]
     assert torch.equal(few[0], few[1])
