@@ -251,6 +251,14 @@ def test_means_over_prompts_have_paired_intervals() -> None:
     assert whole["value"] == pytest.approx(sum(graph.value for graph in graphs) / 12)
     few: Any = mean_graph(graphs[:3]).df
     assert few["low"].isna().all()
+    # of pruned graphs nodes count whole, and edges have an interval where every graph has them
+    pruned = [tlg.trace_logit(model, row[None], ANSWER, keep=0.9) for row in rows]
+    shown: Any = mean_graph(pruned).df.merge(table, on=["source", "target", "type"])
+    gaps = (shown[["value_x", "low_x"]] - shown[["value_y", "low_y"]].to_numpy()).abs().max(axis=1)
+    nodes, known = shown["type"] == "node", shown["prompts_x"] == 12
+    assert (shown["low_x"].notna() == known).all()
+    assert (gaps[known] < 1e-9).all()
+    assert 9 < sum(nodes) == sum(known & nodes) < sum(known) < len(shown) - 99
     with pytest.raises(tlg.GeometryError, match="one length"):
         mean_graph([graphs[0], tlg.trace_logit(model, tokens(1, 7, seed=1), ANSWER, keep=0.5)])
     between = tlg.trace_logit(model, rows[:1], ANSWER, counterfactual=rows[1:2], keep=0.5)

@@ -108,20 +108,29 @@ def test_prompts_of_two_lengths_are_measured_as_each_alone(tmp_path: Any) -> Non
         model(), ids, counterfactuals=others, answers=ANSWERS[:3], positions=at
     )
     options: dict[str, Any] = {"metric": "difference", "control": "heads", "draws": 2}
-    edits = interventions.each(model(), (0, 0), by="counterfactual")
-    found = interventions.effects(model(), asked, edits, position="end", **options)
+
+    def edits(place: Any) -> Any:
+        """One at all positions, and two at ``place``."""
+        each = interventions.each(model(), (0, 0), by="counterfactual")
+        patch = interventions.heads(model(), "resid1", by="counterfactual", positions=place)
+        to = ["L1H0<k>", "output"]
+        path = interventions.path(model(), "L0H1", to, by="zero", positions=place)
+        return {**each, "patch": patch, "path": path}
+
+    found = interventions.effects(model(), asked, edits("end"), position="end", **options)
+    assert float(found.changes.abs().amin()) > 1e-5
     assert (found.provenance.corpus, found.provenance.contexts) == ("pairs of prompts", 3)
     assert tlg.load(found.save(tmp_path / "found")).controls.keys() == found.controls.keys() != {}
     for i, (row, other) in enumerate(zip(ids, others, strict=True)):
         options |= {"counterfactual": other, "answer": ANSWERS[i], "position": at["end"][i]}
-        alone = interventions.effects(model(), iter([row]), edits, **options)
+        alone = interventions.effects(model(), iter([row]), edits(at["end"][i]), **options)
         assert torch.allclose(found.edited[:, i], alone.edited[:, 0], atol=1e-5)
         draws = (of.controls["L0H0", "random heads"] for of in (found, alone))
         assert torch.allclose(next(draws)[:, i], next(draws)[:, 0], atol=1e-5)
     # copies are told apart by no state: with one counterfactual alone
-    interventions.effects(model(), IDS[[0, 0]], edits, counterfactual=OTHER[[1, 1]])
+    interventions.effects(model(), IDS[[0, 0]], edits(0), counterfactual=OTHER[[1, 1]])
     with pytest.raises(tlg.GeometryError, match="counterfactuals"):
-        interventions.effects(model(), IDS[[0, 0]], edits, counterfactual=OTHER[:2])
+        interventions.effects(model(), IDS[[0, 0]], edits(0), counterfactual=OTHER[:2])
 
 
 def test_intervals_and_p_by_hand() -> None:

@@ -17,13 +17,7 @@ import pytest
 import torch
 
 import tl_geometry as tlg
-from tests.browser import (
-    FITS,
-    HOSTILE,
-    Browser,
-    check_beside_itself,
-    check_escapes_matter,
-)
+from tests.browser import FITS, HOSTILE, Browser, check_beside_itself, check_escapes_matter
 from tests.lib.data import Provenance
 from tests.lib.models import tiny, tokens
 from tests.lib.subjects.views import data_of, inside

@@ -34,11 +34,7 @@ PACKAGES = (
     *("measures", "flow", "interventions", "zoo", "render", "report", "papers", "cli", "__main__"),
 )
 """From the ground up: each imports only those before it."""
-ONLY = {
-    "transformer_lens": {"models"},
-    "circuitsvis": {"render"},
-    "matplotlib": {"render"},
-}
+ONLY = {"transformer_lens": {"models"}, "circuitsvis": {"render"}, "matplotlib": {"render"}}
 """Libraries that only these packages may import."""
 HEAVY = (*ONLY, "pandas", "transformers", "sklearn", "plotly")
 """Libraries that nothing imports before it needs them (ruff looks where modules import them)."""

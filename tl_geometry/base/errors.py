@@ -70,12 +70,6 @@ def require(
         fail(what, expected=expected, got=got, instead=instead, error=error)
 
 
-def within_budget(size: int, budget: int, what: str, *, of: str, instead: str) -> None:
-    """Raise ``BudgetError`` where ``size`` bytes exceed the budget; ``of`` says what takes them."""
-    expected, got = f"at most memory_budget={budget:,} bytes", f"{size:,} bytes for {of}"
-    require(size <= budget, what, expected=expected, got=got, instead=instead, error=BudgetError)
-
-
 MOST_NAMES = 20
 """Names that a refusal lists: a sentence, not a page."""
 

@@ -124,6 +124,9 @@ class Faithfulness(Guarded, Result):
 
     table_axes = ("level",)
 
+    def about(self) -> str:
+        return f"circuits of {self.unit}, {super().about()}"
+
     def axis_labels(self, axis: str) -> Mapping[str, Sequence[object]]:
         """Levels are named by the share that they keep."""
         return {"fraction": self.fractions.tolist()}

@@ -208,6 +208,22 @@ class LogitGraph(Guarded, Result):
         cap = "" if self.capped is None else f" before the soft cap, {self.capped:.4g} behind it"
         return f"{T} {at}{between}: {self.value:.4g}{cap}"
 
+    def _whole(self) -> pd.DataFrame:
+        """Text, value and what is moved of all nodes, with those that pruning left out."""
+        import pandas as pd
+
+        layers, heads = map(range, self.head_values.shape[:2])
+        names = [*self.leaf_names, *map(head_name, itertools.product(layers, heads))]
+        names += [f"mlp{layer}" for layer in layers]
+        places = [f"{name}@{at}" for name in names for at in range(len(self.texts))]
+
+        def column(name: str) -> list[float]:
+            parts = (getattr(self, f"{part}_{name}").flatten() for part in ("leaf", "head", "mlp"))
+            return torch.cat([getattr(self, name)[:2], *parts]).tolist()
+
+        columns = {"value": column("values"), "moved": column("moved")}
+        return pd.DataFrame({"target": [TARGET, CONSTANTS, *places], **columns})
+
     def columns(self) -> Sequence[str]:
         return ("node", "token", "value", "moved")
 
@@ -233,7 +249,10 @@ def mean_graph(graphs: Iterable[LogitGraph]) -> Table:
     """Means over the graphs of several prompts, with 95% intervals over prompts (paired: each graph
     counts once; NaN below 10). A row is a node or an edge of prompts of one length: ``source``
     (empty for a node), ``target``, ``type`` (node, value, query, key), ``value``, ``low``,
-    ``high``, ``moved``, and ``prompts``, how many graphs hold it; one that does not counts as 0.
+    ``high``, ``moved``, and ``prompts``, how many graphs hold it.
+
+    Every graph holds the values of all nodes. An edge that pruning left out counts as 0 there, and
+    has no interval (``keep=1`` leaves none out).
 
     Raises ``GeometryError`` for graphs of different lengths, positions or models.
 
@@ -256,20 +275,22 @@ def mean_graph(graphs: Iterable[LogitGraph]) -> Table:
     alike = set(zip(kinds, places, strict=True))
     expected = "graphs of one model and kind, of prompts of one length, read at one position"
     require(len(alike) == 1, "graphs", expected=expected, got=f"{len(alike)} kinds of graphs")
+    shown = sorted({name for graph in graphs for name in graph.names})
     parts = []
     for number, graph in enumerate(graphs):
-        nodes = graph.nodes.rename(columns={"node": "target"}).assign(source="", type="node")
-        parts.append(pd.concat([nodes[nodes["kind"] != REST], graph.edges]).assign(graph=number))
-    keys = ["source", "target", "type", "graph"]
-    rows: Any = pd.concat(parts).groupby(keys)[["value", "moved"]].sum(min_count=1)
+        nodes = graph._whole().assign(source="", type="node")
+        nodes = nodes[nodes["target"].isin(shown)]
+        parts.append(pd.concat([nodes, graph.edges]).assign(graph=number))
+    rows: Any = pd.concat(parts).set_index(["source", "target", "type", "graph"])
     wide = rows["value"].unstack("graph")
     interval = paired_interval(torch.tensor(wide.fillna(0.0).to_numpy().copy()).mT)
-    frame = wide.index.to_frame(index=False)
+    frame, left_out = wide.index.to_frame(index=False), wide.isna().to_numpy()
     for name, column in zip(("value", "low", "high"), interval[:3], strict=True):
         frame[name] = column.tolist()
-    moved = rows["moved"].unstack("graph").sum(axis=1, min_count=1)  # NaN where no graph has any
-    frame["moved"] = (moved / len(graphs)).tolist()
-    frame["prompts"] = wide.notna().sum(axis=1).tolist()
+    # what is missing from a whole graph is 0, from another unknown
+    frame.loc[left_out[:, [graph.keep < 1 for graph in graphs]].any(1), ["low", "high"]] = torch.nan
+    frame["moved"] = rows["moved"].unstack("graph").mean(axis=1).tolist()
+    frame["prompts"] = (~left_out).sum(1)
     first = graphs[0].provenance
     about = dataclasses.replace(first, contexts=len(graphs), corpus="prompts", token_hash=None)
     return Table.of(_largest_first(frame), about)

@@ -35,13 +35,7 @@ from tl_geometry.base.results import Result
 from tl_geometry.base.tables import Table
 from tl_geometry.circuits.arithmetic import Between, Live, difference, gauss_legendre
 from tl_geometry.circuits.edge_layout import EdgeLayout
-from tl_geometry.circuits.prompt_pairs import (
-    Batch,
-    UserMetric,
-    batches,
-    pairs_of,
-    share_of,
-)
+from tl_geometry.circuits.prompt_pairs import Batch, UserMetric, batches, pairs_of, share_of
 from tl_geometry.circuits.runner import stream_at
 from tl_geometry.circuits.streams import Stream
 from tl_geometry.corpus.prompt_sets import as_prompts
@@ -79,6 +73,9 @@ class EdgeScores(Guarded, Result):
     def names(self) -> tuple[str, ...]:
         """Every edge as it is given to :func:`tl_geometry.faithfulness`: ``"L0H3->L5H1<q>"``."""
         return self.layout.edge_names()
+
+    def about(self) -> str:
+        return f"method {self.method}, {super().about()}"
 
     def columns(self) -> Sequence[str]:
         return ("source", "target", "score", "low", "high")

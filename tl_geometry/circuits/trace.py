@@ -59,7 +59,8 @@ def trace_logit(
     output. In the frozen linear model of the pass (norm scales, patterns and MLP slopes fixed) T is
     a sum over the embeddings of all tokens and the constants, exactly. With ``counterfactual`` the
     difference of T between both prompts is a sum over the tokens that differ, through norms,
-    softmax and MLPs, query and key edges included, exactly.
+    softmax and MLPs, query and key edges included, exactly. A model in half precision is traced by
+    its weights in float32.
 
     Args:
         prompt: one prompt, a text or token ids; or :class:`~tl_geometry.corpus.Prompts` of one,

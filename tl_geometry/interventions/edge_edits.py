@@ -85,8 +85,9 @@ def edge(
     writer's output and the norm's scale.
 
     Args:
-        writer: ``"embed"``, ``"L0H3"``, ``"mlp0"``, ``"constants"``, ``"attn0"``, or several that
-            are edited together.
+        writer: ``"embed"`` (token embeddings; beside it ``"pos_embed"``, where there are any),
+            ``"L0H3"``, ``"mlp0"``, ``"attn0"``, or several that are edited together. What biases
+            of all of these write is ``"constants"``.
         how: see the module; ``"swap"`` takes what the writer wrote in ``counterfactual``, one
             prompt for each, or without these in another of the prompts.
         drop: how many first positions keep their inputs, by default the BOS token alone, so that

@@ -22,13 +22,7 @@ from tqdm.auto import tqdm
 from tl_geometry.base import checks
 from tl_geometry.base.errors import check_seed, require
 from tl_geometry.base.guarded import Guarded
-from tl_geometry.base.intervals import (
-    FEWEST,
-    Interval,
-    paired_interval,
-    sign_flip_p,
-    t_quantile,
-)
+from tl_geometry.base.intervals import FEWEST, Interval, paired_interval, sign_flip_p, t_quantile
 from tl_geometry.base.tables import Table
 from tl_geometry.circuits.prompt_pairs import UserMetric, measured
 from tl_geometry.corpus.prompt_sets import Prompts, as_prompts
@@ -74,6 +68,9 @@ class Effects(Guarded, Table):
     def changes(self) -> Float[Tensor, "condition context"]:
         """The metric under each edit minus that of the clean run, by prompt."""
         return self.edited - self.clean
+
+    def about(self) -> str:
+        return f"metric {self.metric}, {super().about()}"
 
     def _row(self, edit: str) -> int:
         return self.edits.index(checks.choice(edit, self.edits, "edit"))
@@ -284,25 +281,23 @@ def effects(
     fields |= {"clean": found[CLEAN], "edited": torch.stack([found[name] for name in chosen])}
     fields |= {"controls": {key: found[key] for key in drawn}}
     fields |= {"chance": "0 by chance, with 95% intervals over prompts"}
-    bare = Effects(provenance=provenance, names=(), cells=(), **fields)
-    names, cells = _table(bare)
-    return replace(bare, names=names, cells=cells)
+    return _with_table(Effects(provenance=provenance, names=(), cells=(), **fields))
 
 
 def _checked(view: ModelView, edits: Any) -> dict[str, Edit]:
     """The edits by name."""
-    fits = isinstance(edits, Mapping) and len(edits) > 0
-    fits = fits and all(isinstance(edit, Edit) for edit in edits.values())
+    fits = isinstance(edits, Mapping) and all(isinstance(e, Edit) for e in edits.values())
     expected, instead = "a mapping from names to edits", "{name: interventions.term(...)}"
-    require(fits, "edits", expected=expected, got=type(edits).__name__, instead=instead)
+    got = "none" if edits == {} else type(edits).__name__
+    require(fits and edits, "edits", expected=expected, got=got, instead=instead)
     others = [name for name, edit in edits.items() if not edit.view.is_of_model(view)]
     expected = f"edits of {view.name} as it is now"
     require(not others, "edits", expected=expected, got=f"edits of another model: {others[:4]}")
     return {str(name): edit for name, edit in edits.items()}
 
 
-def _table(found: Effects) -> tuple[tuple[str, ...], tuple[tuple[Any, ...], ...]]:
-    """The columns and rows of the table, the largest change first."""
+def _with_table(found: Effects) -> Effects:
+    """The same with the columns and rows of its table, the largest change first."""
     order = sorted(found.edits, key=lambda name: -abs(float(found.change(name).value)))
     names = ["edit", "change", "change_low", "change_high"]
     beside = ["control", "control_change", "excess", "excess_low", "excess_high"]
@@ -318,7 +313,7 @@ def _table(found: Effects) -> tuple[tuple[str, ...], tuple[tuple[Any, ...], ...]
         if not found.controls_of(edit):
             nothing = ("", *[float("nan")] * 4) if drawn else ()
             cells.append((*row, *nothing, found.p(edit)))
-    return tuple(names), tuple(cells)
+    return replace(found, names=tuple(names), cells=tuple(cells))
 
 
 def _metric(

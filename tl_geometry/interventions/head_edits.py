@@ -24,7 +24,7 @@ from torch import Tensor
 from tl_geometry.base import checks
 from tl_geometry.base.errors import fail, require
 from tl_geometry.corpus.token_windows import TokensLike
-from tl_geometry.interventions.prompts import Edit, Known, flag_of_another, from_another
+from tl_geometry.interventions.prompts import Edit, Known, from_another
 from tl_geometry.interventions.terms import heads_by_layer
 from tl_geometry.models.edits import NamedHook, whole_prompts
 from tl_geometry.models.model_like import ModelLike
@@ -69,22 +69,42 @@ def places(view: ModelView, names: Any) -> list[Place]:
 
 @dataclass(frozen=True, eq=False)
 class Replacement:
-    """What takes the place of an activation: ``by`` (see the module), from the prompts ``known``;
-    ``rows`` says which of them a pass is over, ``seed`` which other prompt each gets."""
+    """What takes the place of an activation at ``positions``: ``by`` (see the module), from the
+    prompts ``known``; ``rows`` says which of them a pass is over, ``seed`` which other prompt each
+    gets."""
 
     by: str
     known: Known | None
     rows: dict[str, Tensor]
     seed: int
+    positions: tuple[Any, ...] | None
 
     def hooks(self, names: Iterable[str]) -> list[NamedHook]:
         """What must be seen of a pass before the values of some hooks are replaced. What comes from
         other passes is made now, as a model cannot run inside its own hooks."""
-        if self.known is None or self.by in ("zero", "prompt"):
+        if self.known is None:
             return []
-        for name in names:
+        for name in names if self.by in ("mean", "counterfactual") else ():
             self.known.activation(name, self.by)
-        return [self.known.hook(self.rows)] if self.by == "counterfactual" else []
+        named = [self.known.place(at) for at in self.positions or () if isinstance(at, str)]
+        by_row = self.by == "counterfactual" or any(len(at) > 1 for at in named)
+        return [self.known.hook(self.rows)] if by_row else []
+
+    def where(self, like: Float[Tensor, "batch position ..."]) -> Bool[Tensor, "_ position 1"]:
+        """Which positions of a pass are meant, by number (-1 is the last) or by name, all for
+        ``None``: the same in all its rows, or others in each."""
+        length = like.shape[1]
+        chosen = torch.full((1, length), self.positions is None)
+        for at in self.positions or ():
+            if not isinstance(at, str):
+                places = torch.tensor([checks.position(at, length)])
+            elif self.known is None:
+                fail("reference", expected=f"prompts that have a position {at!r}", got="none")
+            else:
+                places = self.known.place(at)
+                places = places[self.rows["rows"].cpu()] if len(places) > 1 else places
+            chosen = chosen | (torch.arange(length) == places.unsqueeze(1))
+        return chosen.unsqueeze(-1).to(like.device)
 
     def of(self, name: str, value: Float[Tensor, "batch position ..."]) -> Tensor:
         """The value in place of ``value``, the activation of a hook."""
@@ -97,8 +117,7 @@ class Replacement:
             fail("reference", expected=expected, got="none", instead="reference=prompts")
         new, length = self.known.activation(name, self.by), value.shape[1]
         new = new.unsqueeze(0) if self.by == "mean" else new[self.rows["rows"]]
-        expected = f"at least {length} positions, as the prompts that are run"
-        got = f"{new.shape[1]} positions"
+        expected, got = f"{length} positions, as the prompts that are run", f"{new.shape[1]}"
         require(new.shape[1] >= length, "reference", expected=expected, got=got)
         return new[:, :length].to(value).expand_as(value)
 
@@ -144,12 +163,12 @@ def heads(
     where, positions = places(view, names), given_positions(positions)
 
     def make(known: Known | None) -> list[NamedHook]:
-        new = Replacement(by, known, {}, seed)
+        new = Replacement(by, known, {}, seed, positions)
         hooks = new.hooks(name for name, _, _ in where)
         if by in ("mean", "counterfactual") or positions is not None:
             first = min(at for _, at, _ in where)
             hooks.append(whole_prompts(view, min(first, view.n_layers - 1)))
-        return [*hooks, *(_replacing(view, place, new, positions) for place in where)]
+        return [*hooks, *(_replacing(view, place, new) for place in where)]
 
     chosen = [(at, head) for _, at, some in where for head in some]
     options: dict[str, Any] = {"names": names, "by": by, "reference": known, "seed": seed}
@@ -157,9 +176,8 @@ def heads(
     # other heads stand in the place of heads alone
     alone = bool(chosen) and all(some for _, _, some in where)
     pool = checks.heads(None, view.n_layers, view.n_heads) if alone else ()
-    more: dict[str, Any] = {"pool": pool, "together": by == "prompt", "again": again}
-    more["flags"] = flag_of_another(seed) if by == "prompt" else None
-    return Edit(view, make, known=known, heads=chosen, **more)
+    together = by == "prompt"
+    return Edit(view, make, known=known, heads=chosen, pool=pool, together=together, again=again)
 
 
 def each(
@@ -207,13 +225,12 @@ def known_prompts(
     return known
 
 
-def _replacing(view: ModelView, place: Place, new: Replacement, positions: Any) -> NamedHook:
+def _replacing(view: ModelView, place: Place, new: Replacement) -> NamedHook:
     """The hook that replaces an activation, or some heads and positions of it."""
     name, _, some = place
 
     def replace(value: Tensor, hook: Any) -> Tensor:
-        there, length = new.of(name, value), value.shape[1]
-        at = one_hot(positions_of(positions, length, new.known), length, value)[:, None]
+        there, at = new.of(name, value), new.where(value)
         if not some:
             return torch.where(at, there, value)
         chosen = (at & one_hot(some, view.n_heads, value)).unsqueeze(-1)
@@ -235,17 +252,3 @@ def given_positions(wanted: Any) -> tuple[Any, ...] | None:
     given = None if wanted is None else checks.several(wanted)
     require(given != (), "positions", expected="one at least, or None for all", got="none")
     return given
-
-
-def positions_of(wanted: tuple[Any, ...] | None, length: int, known: Known | None) -> list[int]:
-    """Positions of a pass by number (-1 is the last) or by name, all for ``None``."""
-    if wanted is None:
-        return list(range(length))
-    found: list[int] = []
-    for at in wanted:
-        if isinstance(at, str):
-            if known is None:
-                fail("reference", expected=f"prompts that have a position {at!r}", got="none")
-            at = known.rows.position(at)
-        found.append(checks.position(at, length))
-    return found

@@ -22,9 +22,8 @@ from tl_geometry.interventions.head_edits import (
     given_positions,
     known_prompts,
     one_hot,
-    positions_of,
 )
-from tl_geometry.interventions.prompts import Edit, Known, flag_of_another
+from tl_geometry.interventions.prompts import Edit, Known
 from tl_geometry.interventions.terms import heads_by_layer
 from tl_geometry.models.edits import (
     NamedHook,
@@ -135,14 +134,11 @@ def path(
     require(not late, "senders", expected="heads that write before every receiver reads", got=late)
 
     def make(known: Known | None) -> list[NamedHook]:
-        new, written_more = Replacement(by, known, {}, seed), dict[int, Tensor]()
+        new, written_more = Replacement(by, known, {}, seed, positions), dict[int, Tensor]()
 
         def stream(x: Float[Tensor, "batch position d_model"]) -> Tensor:
             other = x + torch.stack(list(written_more.values())).sum(0).to(x)
-            if positions is None:
-                return other
-            at = positions_of(positions, x.shape[1], known)
-            return torch.where(one_hot(at, x.shape[1], x)[:, None], other, x)
+            return torch.where(new.where(x), other, x)
 
         senders = heads_by_layer(chosen)
         hooks = [*new.hooks(view.z_hooks[at] for at in senders), whole_prompts(view, min(senders))]
@@ -153,9 +149,7 @@ def path(
     options |= {"reference": known, "positions": positions}
     pool = [head for head in checks.heads(None, view.n_layers, view.n_heads) if head[0] <= last]
     together, again = by == "prompt", partial(path, model=view, **options)
-    more: dict[str, Any] = {"pool": pool, "together": together, "again": again}
-    more["flags"] = flag_of_another(seed) if together else None
-    return Edit(view, make, known=known, heads=chosen, **more)
+    return Edit(view, make, known=known, heads=chosen, pool=pool, together=together, again=again)
 
 
 def _sender(

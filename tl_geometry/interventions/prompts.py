@@ -29,13 +29,14 @@ round differently by some 1e-7 (1e-2 in half precision, where other tokens diffe
 
 @dataclass(frozen=True, eq=False)
 class Known:
-    """Prompts ``rows``, and a ``counterfactual`` of each; ``are_run`` where an edit is measured on
-    them, so that the mean over one prompt would be that prompt."""
+    """Prompts ``rows`` (``asked`` where they were given as such), and a ``counterfactual`` of each;
+    ``are_run`` where an edit is measured on them, so that the mean over one would be that one."""
 
     view: ModelView
     rows: TokenWindows
     counterfactual: Int[Tensor, "batch position"] | None = None
     are_run: bool = False
+    asked: Prompts | None = None
     _kept: dict[tuple[str, str], Tensor] = field(default_factory=dict)
 
     @classmethod
@@ -53,14 +54,20 @@ class Known:
         if isinstance(prompts, Known):
             return prompts
         rows = as_tokens(view, prompts, prepend_bos=prepend_bos)
-        if counterfactual is None:
-            others = prompts.counterfactuals if isinstance(prompts, Prompts) else None
-            return cls(view, rows, others, are_run)
-        others = as_tokens(view, counterfactual, prepend_bos=prepend_bos).tokens
-        shape, got = tuple(rows.tokens.shape), tuple(others.shape)
-        expected = f"counterfactuals {shape}, one for each prompt"
-        require(got == shape, "counterfactuals", expected=expected, got=got)
-        return cls(view, rows, others, are_run)
+        asked = prompts if isinstance(prompts, Prompts) else None
+        others = None if asked is None else asked.counterfactuals
+        if counterfactual is not None:
+            others = as_tokens(view, counterfactual, prepend_bos=prepend_bos).tokens
+            shape, got = tuple(rows.tokens.shape), tuple(others.shape)
+            expected = f"counterfactuals {shape}, one for each prompt"
+            require(got == shape, "counterfactuals", expected=expected, got=got)
+        return cls(view, rows, others, are_run, asked)
+
+    def place(self, name: str) -> Int[Tensor, " _"]:
+        """A position by name: one for all prompts, or one for each."""
+        if self.asked is None or name in self.rows.positions:
+            return torch.tensor([self.rows.position(name)])
+        return self.asked.at(name)
 
     @property
     def others(self) -> Int[Tensor, "batch position"]:
@@ -153,7 +160,8 @@ class Edit(LiveEdit):
         if again is not None:
             check_seed(again.keywords["seed"], "seed")
         self.make, self.known, self.together, self.again = make, known, together, again
-        self.pool, self.flags = tuple(pool), {} if flags is None else flags
+        other = {} if again is None or not together else flag_of_another(again.keywords["seed"])
+        self.pool, self.flags = tuple(pool), other if flags is None else flags
         super().__init__(view, make(known), heads)
 
     def given(self, known: Known) -> Edit:

@@ -283,8 +283,7 @@ def planes(
 
     options = {"names": names, "heads": heads, "how": how, "draw": draw, "seed": seed}
     again = partial(planes, model=view, **options)
-    flags = flag_of_another(seed) if how == "swap" else None
-    return edit_of_scores(view, heads, new, again=again, together=how == "swap", flags=flags)
+    return edit_of_scores(view, heads, new, again=again, together=how == "swap")
 
 
 def plane_coordinates(

@@ -101,7 +101,7 @@ def faithfulness_curve(
     for each in named.values():
         draw.require_result(each, Faithfulness, "results", "faithfulness(model, prompts, scores)")
     chosen = [name for name, result in named.items() if result.chosen]  # each is one point
-    require(not chosen, "results", expected="ranked edges", got=f"chosen sets: {chosen}")
+    require(not chosen, "results", expected="ranked edges", got=f"sets: {chosen}", instead=".f")
     figure, (axis,) = draw.panels(ax, size=(draw.WIDTH, 3.2))
     first = next(iter(named.values()))
     for color, (name, result) in zip(draw.LINES, named.items(), strict=False):

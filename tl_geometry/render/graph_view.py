@@ -146,13 +146,14 @@ def token_attribution(table: Result | pd.DataFrame, *, title: str = "") -> Page:
     require(known == len(placed) > 0, "table", expected=expected, got=known)
     rest, total = rows["value"].sum() - placed["value"].sum(), rows["value"].sum()
     constants = f" and the constants ({signed(rest, '+.3g')})" if len(placed) < len(rows) else ""
+    what = "difference between two prompts" if "counterfactual" in rows else "logit"
     return Page(
-        title=title or "What each token contributes to the logit",
+        title=title or f"What each token contributes to the {what}",
         caption="Each token has the colour of its value, red for the logit and blue against it. "
         f"The tokens{constants} sum to {signed(total, '.4g')}.",
         parts=[parts.tokens("", placed["token"].tolist(), placed["value"].tolist())],
         begin={},
         height=220 + 26 * (sum(map(len, placed["token"].astype(str))) // 80),
         source=draw.source_of(table),
-        null="The parts add up to the logit exactly: they have no null.",
+        null=f"The parts add up to the {what} exactly: they have no null.",
     )

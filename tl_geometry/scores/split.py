@@ -24,7 +24,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from tl_geometry.base.checks import Head
-from tl_geometry.base.errors import UnsupportedModelError, require, within_budget
+from tl_geometry.base.errors import BudgetError, UnsupportedModelError, require
 from tl_geometry.base.results import Provenance
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.decomposition.position_context import PositionContext
@@ -104,13 +104,11 @@ def split_scores(
     # of few heads the parts before projection, [part batch position d_model], are larger
     width = max(view.d_head * len(asked.heads), view.d_model)
     size = 2 * len(family.part_names) * asked.prompts.tokens.numel() * width
-    within_budget(
-        size * max(4, view.dtype.itemsize),  # half precision is computed in float32
-        memory_budget,
-        "split",
-        of=f"{len(asked.heads)} heads",
-        instead="heads= to choose some, or sweep_heads for all",
-    )
+    size *= max(4, view.dtype.itemsize)  # half precision is computed in float32
+    expected = f"at most memory_budget={memory_budget:,} bytes"
+    got, instead = f"{size:,} bytes for {len(asked.heads)} heads", "heads=, or sweep_heads for all"
+    fits, error = size <= memory_budget, BudgetError
+    require(fits, "split", expected=expected, got=got, instead=instead, error=error)
     return asked.split(cache, partial(split_layer, family))
 
 

@@ -57,12 +57,7 @@ from tl_geometry.scores.projection import (
 from tl_geometry.scores.resampling import Noise, without
 from tl_geometry.scores.share_table import SweepTable
 from tl_geometry.scores.splitter import check_basis, compare_parts, is_relative
-from tl_geometry.scores.sums import (
-    SHARES,
-    ShareSums,
-    blocks_of,
-    sums_of_some,
-)
+from tl_geometry.scores.sums import SHARES, ShareSums, blocks_of, sums_of_some
 from tl_geometry.scores.terms import bias_label
 from tl_geometry.scores.writer_sweep import sweep_writers
 

@@ -261,12 +261,7 @@ SUBJECTS = (
         without={"order": "its prompt is the first one alone"},
         real=("default",),
     ),
-    Subject(
-        name="mean_graph",
-        call=_mean_of_graphs,
-        answers=mean_graph,
-        gauge={"*": KEPT},
-    ),
+    Subject(name="mean_graph", call=_mean_of_graphs, answers=mean_graph, gauge={"*": KEPT}),
     Subject(
         name="direct effects on a logit",
         covers=("LogitGraph",),

@@ -126,12 +126,7 @@ GROUPS = (
             ),
         },
     ),
-    Group(
-        name="split_values",
-        call=values,
-        right={"one head": {}},
-        wrong=BASES | HEADS,
-    ),
+    Group(name="split_values", call=values, right={"one head": {}}, wrong=BASES | HEADS),
     Group(
         name="sweep_heads",
         call=sweep,
