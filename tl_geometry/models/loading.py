@@ -90,8 +90,8 @@ def _refusing(
     except GeometryError:
         raise
     except Exception as raised:
-        got = f"{type(raised).__name__}: {(str(raised).strip().splitlines() or [''])[0][:200]}"
-        fail(what, expected=expected, got=got, error=error)
+        said = (str(raised).strip().splitlines() or [""])[0][:200].rstrip(".")
+        fail(what, expected=expected, got=f"{type(raised).__name__}: {said}", error=error)
 
 
 @torch.no_grad()
