@@ -354,7 +354,8 @@ class PositionContext(Guarded, Result):
 
         Mean, pos and ctx equal those of a single run to 1e-10, second moments to 1e-6 of their
         trace. Contexts are renumbered in the given order. There are as many contiguous groups as
-        the part with the most has. Equal label names get one number.
+        the part with the most has. Equal label names get one number. Documents without names are
+        others in each part, so that one that two parts share counts twice: give names.
 
         Raises ``GeometryError`` for parts of different models or settings, and for a part given
         twice.

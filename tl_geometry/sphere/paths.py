@@ -263,7 +263,8 @@ def token_paths(
 
     States are compared by their angles, after centring where the model's norm centres, so that the
     norm's scale drops out. The next token's direction is its unembedding row (final gain folded
-    in); for models without a trained output head it is the embedding row.
+    in, less the mean row of the vocabulary, which moves all logits alike); for models without a
+    trained output head it is the embedding row.
 
     Args:
         model: a TransformerLens model.

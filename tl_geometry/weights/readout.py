@@ -132,9 +132,10 @@ def token_readout(
     directions of W_QK or W_OV (Molina 2023, section 4).
 
     Both sides of W_QK and the left side of W_OV are scored against the token embeddings after the
-    block's norm, the right side of W_OV against the unembedding. Weights and rows are canonical
-    (gains folded into the weights), so that the way of loading the model does not change the
-    result; the published code takes raw ones. W_QK of a rotary model is that of equal positions.
+    block's norm, the right side of W_OV against the unembedding (rows less their mean). Weights and
+    rows are canonical (gains folded into the weights), so that the way of loading the model does
+    not change the result; the published code takes raw ones. W_QK of a rotary model is that of
+    equal positions.
 
     Args:
         matrix: ``"QK"`` or ``"OV"``.
