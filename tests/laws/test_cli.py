@@ -53,6 +53,7 @@ def test_mistakes_are_found_before_torch_is_loaded(tmp_path: Path) -> None:
         "report --corpus absent.txt, report --sections bodies, trace a b c --answer d, fit --help, "
         "fit --out basis.npz, report --dtype int8, report --out full, fit --dtype int8, nonsense, "
         "report --seed -1, fit --shard 3/2, fit --seed -1, report full, --help, fit --contexts 0, "
+        "report --contexts 63, "
         "fit --length 1, fit --batch-size 0, fit --shard 0/2"
     )
     wrong = [line.split() for line in lines.split(", ")]
@@ -161,7 +162,7 @@ def test_report_takes_its_options(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = ("report", directory, "--corpus", directory / "text.txt", "--contexts", 40)
+    words = ("report", directory, "--corpus", directory / "text.txt", "--contexts", 64)
     words += ("--length", 16, "--sections", "weights, overview", "--seed", 3, "--quick")
     words += ("--dtype", "float64", "--processed", "--no-bos", "--out", tmp_path / "out")
     (tmp_path / "out").mkdir()
@@ -173,7 +174,7 @@ def test_report_takes_its_options(
     facts = dict(pd.read_csv(tmp_path / "out" / "overview.csv").to_numpy().tolist())
     assert "processed" in facts["model"]
     assert "float64" in facts["weights"]
-    assert facts["corpus"].startswith("text.txt: 40 windows of 16 tokens")
+    assert facts["corpus"].startswith("text.txt: 64 windows of 16 tokens")
     assert (facts["seed"], facts["first token"]) == ("3", "text (no BOS)")
     assert {path.stem for path in (tmp_path / "out").glob("*.csv")} == {
         *("weights_qk", "readout_ov", "paths", "overview")

@@ -177,6 +177,17 @@ def test_a_file_is_its_text(embedded: Any, tmp_path: Path, encoded: Callable[[st
     assert torch.equal(of_file.labels, of_text.labels)
 
 
+def test_windows_of_files_say_their_files(embedded: Any, tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    paths = [tmp_path / name for name in ("a.txt", "b/a.txt", "b/c.txt")]
+    for path in paths:
+        path.write_text("def f(x): return x\n" * 40)
+    found = tlg.windows(embedded, paths[1:], 16)
+    assert (found.label_names, found.corpus) == (("a.txt", "c.txt"), "a.txt, c.txt")
+    assert tlg.windows(embedded, paths, 16).label_names == tuple(map(str, paths))
+    assert tlg.windows(embedded, [*paths, "x = 1\n" * 80], 16).label_names == ()
+
+
 def large_text(first: int = 0, last: int = 140_000) -> str:
     """Seven million characters, every line another."""
     lines = (

@@ -241,3 +241,6 @@ def test_a_figure_is_the_same_in_every_form_and_run(tmp_path: Path) -> None:
         assert first.save(tmp_path / f"x.{form}").read_bytes().startswith(starts)
     assert "prefers-color-scheme:dark" in first.html()
     assert b"position" in first.svg()  # text stays text
+    assert " from " in first.title
+    one = tlg.decompose_activations(torch.randn(4, 1, 16, 8)).anova()
+    assert " from " not in render.variance_shares(one).title  # one context says nothing of position

@@ -250,6 +250,8 @@ def test_a_folder_of_other_things_is_refused_and_forced(model: Any, tmp_path: Pa
         (tmp_path / "report.json").write_text(text)
         with pytest.raises(tlg.GeometryError, match="--force"):
             build(model, rows, tmp_path, sections=["overview"])
+    with pytest.raises(tlg.GeometryError, match="windows: expected 2 or more"):
+        build(model, rows[:1], tmp_path / "new")
     with pytest.raises(tlg.GeometryError, match="some of heads, states"):
         build(model, rows, tmp_path / "new", sections=["bodies"])
 
@@ -313,6 +315,14 @@ def test_what_a_question_asks_for_decides() -> None:
     both = table.assign(x=[0.3, 0.5])
     assert answered(both).said == "0.5 of 1."
     assert answered(both, Ask(**{**vars(ASK), "least": "row"})).said == "0.3 of 0."
+    # a clear row is not hidden by a further one that is noisy
+    assert answered(table.assign(x=[0.8, 0.5], x_se=[0.4, 0.01])).said == "0.5 of 1."
+    near = table.assign(x=[0.5, 0.2], x_se=0.115)  # 2.6 errors: enough for one row, not for two
+    assert answered(near.head(1)).clear
+    assert answered(near).beside == "0.2; widened for a choice of 2, it includes chance"
+    between = Ask(**{**vars(ASK), "beside": "95% interval {low} to {high}"})
+    assert answered(table.head(1), between).beside == "95% interval 0.476 to 0.524"
+    assert answered(table.drop(columns="x_se"), between).beside == "no interval"
     # a wide null, too few samples, no interval, a large p and no evidence each take it away
     assert not answered(table.assign(n_sd=0.2)).clear
     assert answered(table.assign(n_sd=0.001)).clear

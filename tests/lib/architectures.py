@@ -22,10 +22,7 @@ _BLOOM = {"vocab_size": VOCAB, "n_layer": 2, "bos_token_id": 0}
 _MPT = {"vocab_size": VOCAB, "d_model": D, "n_layers": 2, "n_heads": HEADS, "max_seq_len": CTX}
 _GROUPED = _PLAIN | {"num_key_value_heads": 2}
 _WIDE = _GROUPED | {"head_dim": 8}
-_MIXED = _WIDE | {
-    "layer_types": ["sliding_attention", "full_attention"],
-    "sliding_window": 6,
-}
+_MIXED = _WIDE | {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
 _GEMMA = _MIXED | {"query_pre_attn_scalar": 5}
 _GRANITE = {"residual_multiplier": 0.4, "embedding_multiplier": 3.0, "logits_scaling": 2.0}
 _GRANITE |= {"attention_multiplier": 0.35}
@@ -66,10 +63,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3ForCausalLM", _GROUPED),
     "cohere": ("CohereForCausalLM", _GROUPED),
     "cohere-qk-norm": ("CohereForCausalLM", _GROUPED | {"use_qk_norm": True}),
-    "gpt-oss": (
-        "GptOssForCausalLM",
-        _MIXED | {"num_local_experts": 4, "num_experts_per_tok": 2},
-    ),
+    "gpt-oss": ("GptOssForCausalLM", _MIXED | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "falcon": ("FalconForCausalLM", _FALCON | {"multi_query": True}),
     "falcon-alibi": ("FalconForCausalLM", _FALCON | {"alibi": True}),
     "gptj": ("GPTJForCausalLM", _GPT2 | {"rotary_dim": 4}),

@@ -153,11 +153,7 @@ class World:
     @cached_property
     def edges(self) -> Any:
         return circuits.edge_scores(
-            self.model,
-            self.ids,
-            counterfactual=self.other,
-            answer=self.targets,
-            method="gradient",
+            self.model, self.ids, counterfactual=self.other, answer=self.targets, method="gradient"
         )
 
     @cached_property

@@ -166,6 +166,9 @@ def is_short(result: Any) -> str:
         return lines[0][:80]
     if result.provenance.model and result.provenance.model not in lines[0]:
         return "not from what it was made"
+    for how in ("metric", "method", "unit"):
+        if str(getattr(result, how, "")) not in lines[0]:
+            return f"not its {how}"
     hidden, sweep = len(frame(result).columns) - 16, isinstance(result, tlg.scores.SweepTable)
     if hidden > 0 and f"{hidden} more column" not in said and not sweep:
         return f"{hidden} columns are left out without a word"

@@ -264,7 +264,7 @@ class Result:
             lines.append(f"  ... {hidden} more column{'s' * (hidden > 1)} (all: .to_dataframe())")
         return "\n".join([html.plain(self._caption(table)), *lines])
 
-    def about(self) -> str:
+    def _about(self) -> str:
         """How it was made, in one line."""
         return self.provenance.line()
 
@@ -273,7 +273,7 @@ class Result:
         # only NaN differs from itself
         counts = {n: sum(row[i] != row[i] for row in table) for i, n in enumerate(self.columns())}
         nans = ", ".join(f"{name} {n}" for name, n in counts.items() if n)
-        return f"{type(self).__name__}({self.about()})" + (f"; NaN: {nans}" * bool(nans))
+        return f"{type(self).__name__}({self._about()})" + (f"; NaN: {nans}" * bool(nans))
 
     def __repr__(self) -> str:
         return self.text(limit=13)  # a split of one head has as many

@@ -124,8 +124,8 @@ class Faithfulness(Guarded, Result):
 
     table_axes = ("level",)
 
-    def about(self) -> str:
-        return f"circuits of {self.unit}, {super().about()}"
+    def _about(self) -> str:
+        return f"circuits of {self.unit}, {super()._about()}"
 
     def axis_labels(self, axis: str) -> Mapping[str, Sequence[object]]:
         """Levels are named by the share that they keep."""

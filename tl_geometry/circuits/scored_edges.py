@@ -74,8 +74,8 @@ class EdgeScores(Guarded, Result):
         """Every edge as it is given to :func:`tl_geometry.faithfulness`: ``"L0H3->L5H1<q>"``."""
         return self.layout.edge_names()
 
-    def about(self) -> str:
-        return f"method {self.method}, {super().about()}"
+    def _about(self) -> str:
+        return f"method {self.method}, {super()._about()}"
 
     def columns(self) -> Sequence[str]:
         return ("source", "target", "score", "low", "high")

@@ -31,6 +31,7 @@ NAMES = "A name that TransformerLens knows, a directory, smollm2 or minilm; none
 Model = Annotated[str | None, Argument(help=NAMES)]
 Corpus = Annotated[list[Path] | None, Option(help="Text file, repeatable; none: Python's own.")]
 Contexts = Annotated[int | None, Option(min=1, help="Windows to use; none: enough, or all.")]
+Windows = Annotated[int | None, Option(min=64, help="Windows to use; none: enough, or all.")]
 Length = Annotated[int | None, Option(min=2, help="Tokens of a window.")]
 Bos = Annotated[bool | None, Option("--bos/--no-bos", help="Begin with BOS; none: as the model.")]
 Device = Annotated[str, Option(help="cpu, cuda, cuda:1; mps for fit alone.")]
@@ -77,7 +78,7 @@ def root(
 def report(
     model: Model = None,
     corpus: Corpus = None,
-    contexts: Contexts = None,
+    contexts: Windows = None,
     length: Length = None,
     bos: Bos = None,
     device: Device = "cpu",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tl_geometry.base.errors import GeometryError, choice, require
 from tl_geometry.base.html import plain
-from tl_geometry.corpus.text_files import file_names, read_text
+from tl_geometry.corpus.text_files import read_text
 
 if TYPE_CHECKING:
     from tl_geometry.corpus.token_windows import TokenWindows
@@ -66,10 +66,12 @@ def load_model(model: str | None, device: str, dtype: str, *, processed: bool) -
 
 
 def check_corpus(corpus: Sequence[Path] | None) -> None:
-    """Read all text files once, so that an unreadable one is refused before any work."""
+    """Read all text files once, so that an unreadable one, or one that is given twice, is refused
+    before any work."""
     for path in corpus or ():
         read_text(path, what="--corpus")
-    file_names(corpus or ())
+    once = corpus is None or len({path.resolve() for path in corpus}) == len(corpus)
+    require(once, "--corpus", expected="each file once", got="one of them twice")
 
 
 def windows_of(
@@ -86,11 +88,8 @@ def windows_of(
     from tl_geometry.corpus.texts import windows
     from tl_geometry.zoo import default_windows
 
-    cut = partial(default_windows, model, length, **options)
-    if corpus:
-        names = file_names(corpus)
-        options |= {"labels": names, "corpus": ", ".join(names)}
-        cut = partial(windows, model, corpus, length, **options)
+    source = partial(windows, model, corpus) if corpus else partial(default_windows, model)
+    cut = partial(source, length, **options)
     try:
         return cut(n=contexts or most)
     except GeometryError as error:

@@ -45,9 +45,6 @@ def read_text(path: Path, start: int = 0, stop: int | None = None, *, what: str 
 
 
 def file_names(paths: Sequence[Path]) -> list[str]:
-    """The name of each file, with its folders where two files have one name; a file that is given
-    twice is refused."""
-    unique = len({path.resolve() for path in paths}) == len(paths)
-    require(unique, "--corpus", expected="each file once", got=", ".join(map(str, paths)))
+    """The name of each file, with its folders where two files have one name."""
     unique = len({path.name for path in paths}) == len(paths)
     return [plain(path.name if unique else str(path)) for path in paths]

@@ -21,7 +21,7 @@ from torch import Tensor
 from tl_geometry.base.checks import count, describe, seeded
 from tl_geometry.base.errors import check_seed, fail, require
 from tl_geometry.corpus.sources import bos_to_prepend, encoded, label_ids, without
-from tl_geometry.corpus.text_files import read_text, require_files
+from tl_geometry.corpus.text_files import file_names, read_text, require_files
 from tl_geometry.corpus.token_windows import TokenWindows, begins_with_bos
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
@@ -64,7 +64,8 @@ def windows(
     of a data set). Each is cut from its beginning; a rest shorter than a window is left out. With
     ``prepend_bos`` (``None``: the model's own default) each window is the BOS id and ``length - 1``
     tokens; BOS tokens with which a text begins are then left out, and so is a window of the text
-    that would begin with one. ``labels`` names the document of each text.
+    that would begin with one. ``labels`` names the document of each text; where all texts are
+    files, it is by default the file.
 
     ``n`` draws that many windows without replacement (seeded, in corpus order); ``None`` takes all.
     Texts of up to 4 million characters in all are tokenised whole, and every window is equally
@@ -94,8 +95,10 @@ def windows(
         expected, instead = "texts, or the Path of each", 'a list, or data["text"] of a data set'
         fail("texts", expected=expected, got=describe(texts), instead=instead)
     documents = list(given)
-    require_files([document for document in documents if isinstance(document, Path)])
-    label_of, names = label_ids(labels, len(documents))
+    files = [document for document in documents if isinstance(document, Path)]
+    require_files(files)
+    named = file_names(files) if len(files) == len(documents) else None
+    label_of, names = label_ids(named if labels is None else labels, len(documents))
     size = [len(d) if isinstance(d, str) else d.stat().st_size for d in documents]
     cut = partial(_rows, view, length - int(bos is not None), bos)
     piece, found, notes = max(SHORTEST, PER_TOKEN * length), list[Row](), (PIECES,)
@@ -110,17 +113,16 @@ def windows(
         has_bos=begins_with_bos(rows, view.bos_id),
         labels=of if label_of is None else label_of[of],
         label_names=names,
-        corpus=corpus or _name(documents),
+        corpus=corpus or _name(named or ()),
         str_tokens=tuple(view.decode(rows[0].tolist())),
         notes=notes,
     )
 
 
-def _name(documents: Sequence[str | Path]) -> str:
+def _name(files: Sequence[str]) -> str:
     """What a corpus is called: its files, or "text"."""
-    names = [document.name for document in documents if isinstance(document, Path)]
-    some = ", ".join(names) if len(names) < 4 else f"{len(names)} files ({names[0]}, ...)"
-    return some if len(names) == len(documents) else "text"
+    some = ", ".join(files) if len(files) < 4 else f"{len(files)} files ({files[0]}, ...)"
+    return some or "text"
 
 
 def _read(document: str | Path, start: int = 0, stop: int | None = None) -> str:

@@ -69,8 +69,8 @@ class Effects(Guarded, Table):
         """The metric under each edit minus that of the clean run, by prompt."""
         return self.edited - self.clean
 
-    def about(self) -> str:
-        return f"metric {self.metric}, {super().about()}"
+    def _about(self) -> str:
+        return f"metric {self.metric}, {super()._about()}"
 
     def _row(self, edit: str) -> int:
         return self.edits.index(checks.choice(edit, self.edits, "edit"))
@@ -340,12 +340,11 @@ def _metric(
     ids = [side for side in (group.answers, group.others) if side is not None]
     expected, instead = 'two tokens for metric="difference"', "answer=(answer, other)"
     require(len(ids) == 2, "answer", expected=expected, got=len(ids), instead=instead)
-
-    shared = not isinstance(position, str) or position in rows.positions
-    at, places = (rows.position(position), None) if shared else (None, group.at(position))
+    places = known.place(position)
+    at = int(places) if len(places) == 1 else None
 
     def difference(logits: Tensor, chosen: Tensor) -> Tensor:
-        if places is not None:  # a name that stands for another position in each prompt
+        if at is None:  # a name that stands for another position in each prompt
             there = places[chosen].to(logits.device)
             logits = logits[torch.arange(len(there)), there].unsqueeze(1)
         return measured(logits.double(), None, [side[chosen] for side in ids])

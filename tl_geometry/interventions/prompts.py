@@ -63,11 +63,11 @@ class Known:
             require(got == shape, "counterfactuals", expected=expected, got=got)
         return cls(view, rows, others, are_run, asked)
 
-    def place(self, name: str) -> Int[Tensor, " _"]:
-        """A position by name: one for all prompts, or one for each."""
-        if self.asked is None or name in self.rows.positions:
-            return torch.tensor([self.rows.position(name)])
-        return self.asked.at(name)
+    def place(self, position: int | str) -> Int[Tensor, " _"]:
+        """A position by number or name: one for all prompts, or one for each."""
+        if self.asked is None or not isinstance(position, str) or position in self.rows.positions:
+            return torch.tensor([self.rows.position(position)])
+        return self.asked.at(position)
 
     @property
     def others(self) -> Int[Tensor, "batch position"]:

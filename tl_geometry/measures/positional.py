@@ -196,12 +196,12 @@ class RankEstimate(NamedTuple):
 
 def usable_k(k: int, smaller_side: int) -> int:
     """The upper bound k, lowered where the matrix is too small for imputation:
-    ``min(k, (p - 2) // 2)``, p the smaller side (the largest k with 2k + 1 < p).
+    ``min(k, (p - 2) // 2)``, p the smaller side (the largest k with 2k + 1 < p), 0 for none.
 
-    >>> usable_k(20, 511), usable_k(20, 30)
-    (20, 14)
+    >>> usable_k(20, 511), usable_k(20, 30), usable_k(20, 1)
+    (20, 14, 0)
     """
-    return min(k, (smaller_side - 2) // 2)
+    return max(0, min(k, (smaller_side - 2) // 2))
 
 
 def _pseudo_noise(s: Tensor, k: int) -> Tensor:

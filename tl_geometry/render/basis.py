@@ -4,7 +4,6 @@ measures stand above their nulls. The report, the gallery and notebooks draw the
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -93,26 +92,27 @@ def variance_shares(
         axis.set_title(name if control is not None else "")
     axes[0].set_ylabel("share of variance")
     draw.legend(figure, axes[:1], ax=ax)
-    first: Any = tables[0]
     return draw.view(
         figure,
         table,
-        title=f"Position goes {_change(first['pos'])} of the variance, context "
-        f"{_change(first['ctx'])}",
+        title=_change(tables[0]),
         caption="Shares of the variance of each state (0: the embedding), which add up to one. "
         "Position and context hold sampling noise, which the columns '_corrected' take away.",
         null="Dashed: windows spliced from random places, which have no common context."
-        if "ctx_null" in first
+        if "ctx_null" in tables[0]
         else "No null is drawn: anova(null=) takes the basis of spliced windows.",
     )
 
 
-def _change(share: pd.Series) -> str:
-    """How a share changes from the first to the last state."""
-    first, last = float(share.iloc[0]), float(share.iloc[-1])
-    if math.isnan(first) or math.isnan(last):
-        return "untold"
-    return f"from {100 * first:.2g}% to {100 * last:.2g}%"
+def _change(shares: pd.DataFrame) -> str:
+    """How the shares change from the first to the last state, where they are known (one context
+    does not tell them apart)."""
+    ends = shares[["pos", "ctx"]].iloc[[0, -1]]
+    if ends.isna().any(axis=None):
+        return "Shares of the variance of each state"
+    (pos, ctx), (last, last_ctx) = 100 * ends.to_numpy()
+    change = "from {:.2g}% to {:.2g}%".format
+    return f"Position goes {change(pos, last)} of the variance, context {change(ctx, last_ctx)}"
 
 
 def spirals(basis: PositionContext, *, control: PositionContext | None = None) -> draw.View:

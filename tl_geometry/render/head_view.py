@@ -60,7 +60,7 @@ def heads(sweep: Result | pd.DataFrame, value: str | None = None, *, title: str 
         table = table.drop_duplicates(["layer", "head"])
     once = len(table) and not table[["layer", "head"]].duplicated().any()
     got = f"{len(table)} rows of {', '.join(map(str, table.columns[:4]))}, ..."
-    require(once, "table", expected="one row per layer and head", got=got)
+    require(once, "table", expected="one row per head", got=got, instead="the rows of one part")
     numeric = [c for c in table.select_dtypes("number") if c not in ("layer", "head")]
     require(len(numeric) > 0, "table", expected="a column of numbers", got=got)
     first = next((n for n in FIRST if n in numeric), numeric[0])

@@ -1,16 +1,18 @@
 """What does a table say, and does it exclude what chance gives? An :class:`Ask` answers by one
 rule, and numbers are written as a reader reads them.
 
-1. It takes the row where the number is furthest beyond its nulls, or of the clear rows one that is
+1. It asks of every row whether the 95% interval excludes every null. The interval is Student's, and
+   it is widened by Bonferroni's rule, because one row of many is chosen, and by the error of the
+   null. Rows where it does are clear.
+2. Of the clear rows it takes the one where the number is furthest beyond its nulls, or one that is
    least in another way, such as the fewest directions.
-2. It asks whether the 95% interval there excludes every null. The interval is Student's, and it is
-   widened by Bonferroni's rule, because one row of many was chosen, and by the error of the null.
-3. If it does not, the sentence says "no evidence that".
+3. If no row is clear, the sentence says "no evidence that", of the row that is furthest.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -119,18 +121,18 @@ class Ask:
         if not rows:
             return None
         clear_rows = [row for row in proven if self._clear(row, len(rows))]
-        far = max(proven or rows, key=self._gap)
+        far = max(clear_rows or proven or rows, key=self._gap)
         row = min(clear_rows, key=lambda r: r[self.least]) if self.least and clear_rows else far
-        clear = row in clear_rows
         low, high = self._ends(row)
         more = "more" if all(row[self.value] > null for null in self._nulls(row)) else "less"
         fields = {**row, "low": low, "high": high, "among": len(rows), "more": more}
         fields = {k: Shown(v) if isinstance(v, float) else v for k, v in fields.items()}
-        said, value, beside = (
-            text.format(**fields)
-            for text in (self.yes if clear else self.no, self.shown, self.beside)
-        )
-        return Finding(said=said, value=value, beside=beside, clear=clear, item=item)
+        wide = proven and not clear_rows and self._clear(row, 1)
+        beside = self.beside + "; widened for a choice of {among}, it includes chance" * bool(wide)
+        texts = (self.yes if clear_rows else self.no, self.shown, beside)
+        said, value, beside = (text.format(**fields) for text in texts)
+        beside = re.sub("95% interval(.*?) – to –", r"no interval\1", beside)
+        return Finding(said=said, value=value, beside=beside, clear=bool(clear_rows), item=item)
 
     def _nulls(self, row: Row) -> list[float]:
         """The values of the nulls."""

@@ -59,7 +59,8 @@ def build(
     Returns the record that ``report.json`` holds. ``record["failed"]`` names the items that ended
     with an unexpected error; what is refused is a card on the page.
 
-    Raises ``GeometryError`` for a folder that holds other things, or a report of another model.
+    Raises ``GeometryError`` for a folder that holds other things, or a report of another model, and
+    for a single window. Of fewer than 64 nothing is said of heads.
 
     >>> import tempfile
     >>> import tl_geometry as tlg
@@ -74,6 +75,7 @@ def build(
     folder.check_sections(names)
     chosen = [s for s in SECTIONS if s.key in names]
     check_folder(out, force=force)
+    require(len(windows) > 1, "windows", expected="2 or more", got=1, instead="more text")
     a = Analysis(model=model, windows=windows, seed=seed)
     facts = _facts(a)
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]

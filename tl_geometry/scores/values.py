@@ -48,9 +48,9 @@ from tl_geometry.scores.splitter import Asked
 class ValueSplit(Guarded, Result):
     """Outputs of some heads as sums over source parts.
 
-    ``z[part]`` is the mixed value of each head before W_O; :meth:`output` is its write into the
-    stream (without b_O, which belongs to the layer, and before the norm of models with a norm after
-    attention).
+    ``z[i]`` is the mixed value of each head before W_O, from ``parts[i]``; :meth:`output` is its
+    write into the stream (without b_O, which belongs to the layer, and before the norm of models
+    with a norm after attention).
     """
 
     heads: tuple[tuple[int, int], ...]

@@ -163,11 +163,7 @@ class Decoder:
         return -self.slopes[:, None, None] * offset
 
     def run(
-        self,
-        tokens: Tensor | None,
-        hooks: Hooks | None = None,
-        *,
-        first: Tensor | None = None,
+        self, tokens: Tensor | None, hooks: Hooks | None = None, *, first: Tensor | None = None
     ) -> Run:
         """One pass over tokens, or over a ``first`` state."""
         run: Run = {}

@@ -290,10 +290,7 @@ SUBJECTS = (
         call=faithfulness,
         reference=reference.faithfulness,
         answers=faithful,
-        variants={
-            "edges": {},
-            "chosen heads": {"circuit": ["L0H1", "L1H0", "L1H2"]},
-        },
+        variants={"edges": {}, "chosen heads": {"circuit": ["L0H1", "L1H0", "L1H2"]}},
         order={"metric": 1, "metric, *": 0},
         batches=(5,),
         seeds=("* of random circuits",),

@@ -330,10 +330,7 @@ EFFECTS = (
         variants={
             "frozen between": {},
             "query and value": {"receivers": lambda w: _inputs(w)},
-            "counterfactual": {
-                "by": "counterfactual",
-                "counterfactual": lambda w: w.prompts_other,
-            },
+            "counterfactual": {"by": "counterfactual", "counterfactual": lambda w: w.prompts_other},
             "beside random senders": {"controls": 2},
         },
         order={"effect by prompt": -1, "metric, clean": 0},

@@ -290,10 +290,7 @@ CORPUS = (
         seeds=("ids",),
     ),
     Subject(
-        name="prompts with named positions",
-        covers=("prompts",),
-        call=_templates,
-        answers=windows,
+        name="prompts with named positions", covers=("prompts",), call=_templates, answers=windows
     ),
 )
 SUBJECTS = (*MODELS, *CORPUS)

@@ -123,10 +123,7 @@ GROUPS = (
         holds=lambda s, found: torch.allclose(found.pos, s.w.basis.pos, atol=1e-5),
         of="parts",
         about="merge",
-        right={
-            "two halves": halves,
-            "a generator": lambda s: (part for part in halves(s)),
-        },
+        right={"two halves": halves, "a generator": lambda s: (part for part in halves(s))},
         wrong={
             "nothing": [],
             "one basis without a list": lambda s: s.w.basis,

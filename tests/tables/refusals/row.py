@@ -127,9 +127,7 @@ class Group:
 
 
 def calls(
-    name: str,
-    right: Mapping[str, Callable[[Scene], Any]],
-    wrong: Mapping[str, tuple[Any, ...]],
+    name: str, right: Mapping[str, Callable[[Scene], Any]], wrong: Mapping[str, tuple[Any, ...]]
 ) -> Group:
     """Whole calls, each by its name; a wrong one with what is refused (and the class)."""
     taken, refused = {n: {"found": c} for n, c in right.items()}, dict[str, Any]()

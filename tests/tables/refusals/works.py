@@ -77,11 +77,7 @@ GROUPS = (
         name="weight_geometry",
         call=geometry,
         right={"QK": {}, "OV": {"matrix": "OV"}},
-        wrong={
-            **BASES,
-            **NO_MATRIX,
-            "a layer beyond": ({"layers": 99}, "layers"),
-        },
+        wrong={**BASES, **NO_MATRIX, "a layer beyond": ({"layers": 99}, "layers")},
     ),
     Group(
         name="token_readout",
