@@ -316,7 +316,8 @@ def test_what_a_question_asks_for_decides() -> None:
     assert answered(both).said == "0.5 of 1."
     assert answered(both, Ask(**{**vars(ASK), "least": "row"})).said == "0.3 of 0."
     # a clear row is not hidden by a further one that is noisy
-    assert answered(table.assign(x=[0.8, 0.5], x_se=[0.4, 0.01])).said == "0.5 of 1."
+    found = answered(table.assign(x=[0.8, 0.5], x_se=[0.4, 0.01]))
+    assert (found.said, found.beside) == ("0.5 of 1.", "0.2; more extreme, but not clear: 1")
     near = table.assign(x=[0.5, 0.2], x_se=0.115)  # 2.6 errors: enough for one row, not for two
     assert answered(near.head(1)).clear
     assert answered(near).beside == "0.2; widened for a choice of 2, it includes chance"

@@ -130,8 +130,7 @@ def sign_flip_p(differences: Float[Tensor, " sample"], *, seed: int = 0) -> floa
     n, size = len(values), values.abs().sum()
     if n < FEWEST or not bool(size > 0):
         return float("nan")
-    generator = seeded(seed)
-    flips = torch.randint(2, (FLIPS, n), generator=generator).double() * 2 - 1
+    flips = torch.randint(2, (FLIPS, n), generator=seeded(seed)).double() * 2 - 1
     # ties count, up to rounding
     as_far = (flips @ values).abs() >= values.sum().abs() - 1e-12 * size
     return float((1 + as_far.sum()) / (1 + FLIPS))

@@ -138,6 +138,5 @@ def directions(
     V = V[:, : min(rank, pos_rank)]
     if seed is None:
         return V
-    generator = checks.seeded(seed)
-    draw = torch.randn(V.shape, generator=generator, dtype=torch.float64).to(V)
+    draw = torch.randn(V.shape, generator=checks.seeded(seed), dtype=torch.float64).to(V)
     return torch.linalg.qr(remove_mean(draw.mT, norm_type).mT).Q
