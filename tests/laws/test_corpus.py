@@ -180,12 +180,15 @@ def test_a_file_is_its_text(embedded: Any, tmp_path: Path, encoded: Callable[[st
 def test_windows_of_files_say_their_files(embedded: Any, tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     paths = [tmp_path / name for name in ("a.txt", "b/a.txt", "b/c.txt")]
-    for path in paths:
-        path.write_text("def f(x): return x\n" * 40)
+    for i, path in enumerate(paths):
+        path.write_text(f"def f{i}(x): return x\n" * 40)
     found = tlg.windows(embedded, paths[1:], 16)
-    assert (found.label_names, found.corpus) == (("a.txt", "c.txt"), "a.txt, c.txt")
-    assert tlg.windows(embedded, paths, 16).label_names == tuple(map(str, paths))
+    assert (found.label_names, found.corpus) == (tuple(map(str, paths[1:])), "a.txt, c.txt")
+    assert refused(lambda: tlg.windows(embedded, str(paths[0]), 16)).what == "texts"
     assert tlg.windows(embedded, [*paths, "x = 1\n" * 80], 16).label_names == ()
+    parts = [tlg.decompose(embedded, tlg.windows(embedded, path, 16)) for path in paths[1:]]
+    joined = tlg.PositionContext.merge(parts)
+    assert (joined.label_names, joined.provenance.corpus) == (found.label_names, found.corpus)
 
 
 def large_text(first: int = 0, last: int = 140_000) -> str:

@@ -244,3 +244,7 @@ def test_a_figure_is_the_same_in_every_form_and_run(tmp_path: Path) -> None:
     assert " from " in first.title
     one = tlg.decompose_activations(torch.randn(4, 1, 16, 8)).anova()
     assert " from " not in render.variance_shares(one).title  # one context says nothing of position
+    errors = pd.DataFrame(
+        {"start": [0, 1, 2], "end": [1, 2, 3], "relative_error_out": [0.5, 1, 50]}
+    )
+    assert render.baseline_figure(errors).figure.axes[0].get_ylim()[1] > 50  # a jump is seen

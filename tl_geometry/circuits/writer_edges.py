@@ -67,8 +67,9 @@ class Composition(WriterShares):
     of a side first.
 
     On the query and key side ``cs`` and ``gs`` are covariance and gain share of the writer in the
-    head's scores; on the value side ``cs`` is its share in the head's output. They sum to one over
-    the parts of a side (with ALiBi to one less its share); ``"bias"`` is the reader's own
+    head's scores; on the value side ``cs`` is its share in the head's output, without the reader's
+    own constants, and less its mean over d_model where the norm takes that away. They sum to one
+    over the parts of a side (with ALiBi to one less its share); ``"bias"`` is the reader's own
     constants. ``other_cs`` and ``other_gs`` are the shares of what the writer wrote in another
     context at the same position, ``cosine`` is the cosine of the two over all kept positions.
     ``random_cs`` and ``random_gs`` are the root mean square share of the randomly turned writer.

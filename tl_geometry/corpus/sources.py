@@ -35,12 +35,13 @@ def as_tokens(
     """Tokens in any accepted form (:data:`TokensLike`) as windows of one length.
 
     ``prepend_bos`` is for texts alone: ``None`` takes the model's own default, and a text that
-    begins with the BOS string gets no second one. ``labels`` are numbers or names of the contexts'
-    documents. ``remarks`` of the result count copies, BOS tokens after position 0 (of rows that all
-    begin with one), and single padding tokens at the ends of rows.
+    begins with the BOS string gets no second one; the [SEP] of an encoder is not put at the end.
+    ``labels`` are numbers or names of the contexts' documents. ``remarks`` of the result count
+    copies, BOS tokens after position 0 (of rows that all begin with one), and single padding tokens
+    at the ends of rows.
 
-    Raises ``GeometryError`` for ragged rows, and for rows that begin or end with two
-    or more padding tokens.
+    Raises ``GeometryError`` for ragged rows, and for rows that begin or end with two or more
+    padding tokens.
 
     >>> from tl_geometry import zoo
     >>> rows = as_tokens(zoo.embedded(), "def f(x):", prepend_bos=True)
@@ -169,6 +170,11 @@ def id_rows(tokens: Any) -> list[Int[Tensor, " _"]]:
         expected, got = "integer ids in rows, or texts", describe(tokens)
         fail("tokens", expected=expected, got=got, instead=UNEQUAL)
     return rows
+
+
+def corpus_of(names: Sequence[str]) -> str:
+    """What a corpus of several files is called."""
+    return ", ".join(names) if len(names) < 4 else f"{len(names)} files ({names[0]}, ...)"
 
 
 def label_ids(labels: Any, contexts: int) -> tuple[Int[Tensor, " context"] | None, tuple[str, ...]]:

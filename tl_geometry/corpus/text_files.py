@@ -42,9 +42,3 @@ def read_text(path: Path, start: int = 0, stop: int | None = None, *, what: str 
     expected, got = "text in UTF-8", f"{plain(path.name)}, which is none"
     require("\0" not in text, what, expected=expected, got=got, instead=INSTEAD)
     return text.replace("\r\n", "\n").replace("\r", "\n")
-
-
-def file_names(paths: Sequence[Path]) -> list[str]:
-    """The name of each file, with its folders where two files have one name."""
-    unique = len({path.name for path in paths}) == len(paths)
-    return [plain(path.name if unique else str(path)) for path in paths]

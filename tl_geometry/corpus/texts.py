@@ -20,8 +20,9 @@ from torch import Tensor
 
 from tl_geometry.base.checks import count, describe, seeded
 from tl_geometry.base.errors import check_seed, fail, require
-from tl_geometry.corpus.sources import bos_to_prepend, encoded, label_ids, without
-from tl_geometry.corpus.text_files import file_names, read_text, require_files
+from tl_geometry.base.html import plain
+from tl_geometry.corpus.sources import bos_to_prepend, corpus_of, encoded, label_ids, without
+from tl_geometry.corpus.text_files import read_text, require_files
 from tl_geometry.corpus.token_windows import TokenWindows, begins_with_bos
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
@@ -95,10 +96,14 @@ def windows(
         expected, instead = "texts, or the Path of each", 'a list, or data["text"] of a data set'
         fail("texts", expected=expected, got=describe(texts), instead=instead)
     documents = list(given)
+    # of the first alone, as to ask for each takes time; no name has more than 255 bytes
+    short = isinstance(documents[0], str) and len(documents[0]) < 256 and documents[0].isascii()
+    is_name = short and Path(documents[0]).is_file()
+    require(not is_name, "texts", expected="texts", got="the name of a file", instead="its Path")
     files = [document for document in documents if isinstance(document, Path)]
     require_files(files)
-    named = file_names(files) if len(files) == len(documents) else None
-    label_of, names = label_ids(named if labels is None else labels, len(documents))
+    paths = [plain(str(file)) for file in files] if len(files) == len(documents) else None
+    label_of, names = label_ids(paths if labels is None else labels, len(documents))
     size = [len(d) if isinstance(d, str) else d.stat().st_size for d in documents]
     cut = partial(_rows, view, length - int(bos is not None), bos)
     piece, found, notes = max(SHORTEST, PER_TOKEN * length), list[Row](), (PIECES,)
@@ -113,16 +118,10 @@ def windows(
         has_bos=begins_with_bos(rows, view.bos_id),
         labels=of if label_of is None else label_of[of],
         label_names=names,
-        corpus=corpus or _name(named or ()),
+        corpus=corpus or ("text" if paths is None else corpus_of([f.name for f in files])),
         str_tokens=tuple(view.decode(rows[0].tolist())),
         notes=notes,
     )
-
-
-def _name(files: Sequence[str]) -> str:
-    """What a corpus is called: its files, or "text"."""
-    some = ", ".join(files) if len(files) < 4 else f"{len(files)} files ({files[0]}, ...)"
-    return some or "text"
 
 
 def _read(document: str | Path, start: int = 0, stop: int | None = None) -> str:

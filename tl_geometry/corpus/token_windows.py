@@ -117,6 +117,6 @@ def begins_with_bos(ids: Int[Tensor, "batch position"], bos_id: int | None) -> b
 
 TokensLike = Any
 """Tokens as every public function takes them: :class:`TokenWindows` or ``Prompts`` of one length;
-ids ``[context position]`` as a tensor, an array or lists (one row ``[position]`` is one context);
-a text or texts of equal token length; an iterable of rows or batches of ids, such as a
-``DataLoader``, which is read first. Ids are never edited."""
+ids ``[context position]`` as a tensor, an array or lists (one row ``[position]`` is one context); a
+text or texts of equal token length (at the end of one for an encoder stands no [SEP]); an iterable
+of rows or batches of ids, such as a ``DataLoader``, which is read first. Ids are never edited."""

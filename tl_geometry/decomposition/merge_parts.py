@@ -17,7 +17,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from tl_geometry.base.errors import require
-from tl_geometry.corpus.sources import label_ids
+from tl_geometry.corpus.sources import corpus_of, label_ids
 from tl_geometry.decomposition import largest
 from tl_geometry.decomposition.moments import Moments
 
@@ -45,7 +45,8 @@ def merged(parts: Sequence[PositionContext]) -> dict[str, Any]:
     flags += [f"{shared} contexts are in more than one of the merged parts"] if shared else []
     hashes = [part.provenance.token_hash for part in parts]
     known = None if None in hashes else "+".join(map(str, hashes))
-    about = {"contexts": starts[-1], "token_hash": known}
+    corpora = [*dict.fromkeys(part.provenance.corpus or "" for part in parts)]
+    about = {"contexts": starts[-1], "token_hash": known, "corpus": corpus_of(corpora) or None}
     labels, names = _labels(parts)
     known_in_all = set.intersection(*(set(part.largest) for part in parts))
     places = [{name: part.largest[name] for name in known_in_all} for part in parts]

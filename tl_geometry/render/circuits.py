@@ -59,7 +59,7 @@ def composition_figure(
         axis.plot([], [], "s", color=colour, label=f"read as {side}")
     draw.legend(figure, [axis])
     axis.set_yticks(places, [draw.drawable(name) for name in names], fontsize=7)
-    axis.set(xlabel=said, ylabel="head and side, and who wrote what it reads")
+    axis.set(xlabel=said, ylabel="reader ← writer")
     axis.axvline(0, color=draw.NULL, lw=0.6)
     axis.invert_yaxis()
     axis.margins(y=0.01)

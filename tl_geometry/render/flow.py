@@ -104,10 +104,11 @@ def baseline_figure(report: Result | pd.DataFrame, *, ax: draw.Axes | None = Non
         look = {"ms": 3, "lw": width, "color": colour, "label": name}
         axis.plot(steps["end"], steps[column], "o-", **look)
     axis.set(xlabel="the next state", xticks=draw.whole_ticks(steps["end"].tolist()))
-    axis.set(ylabel="|error| / |state|", ylim=(0, None))
     each = steps[[*columns.values()]].fillna(0.0)
-    if each.max(axis=None) > 5 * each.stack().median() > 0:
-        axis.set_yscale("log")  # on a linear axis one jump would flatten all the rest
+    # on a linear axis one jump would flatten all the rest
+    jumps = each.max(axis=None) > 5 * each.stack().median() > 0
+    axis.set_yscale("log" if jumps else "linear")
+    axis.set(ylabel="|error| / |state|", ylim=(None if jumps else 0, None))
     axis.axhline(1.0, color=draw.NULL, ls="--", lw=0.8, label="null: zero in its place")
     draw.legend(figure, [axis], ax=ax)
     return draw.view(
@@ -152,7 +153,7 @@ def noise_figure(report: Table, *, ax: draw.Axes | None = None) -> draw.View:
                 variance = fit.variance(torch.full_like(ends, float(start)), ends)
                 axis.plot(ends, variance.log(), STYLES[fit.law], lw=1, color=shade(start))
     draw.legend(figure, [axis], ax=ax)
-    axis.set(xlabel="state t + τ", ylabel="mean ln variance (of the residual)")
+    axis.set(xlabel="state t + τ", ylabel="mean ln variance")
     axis.set_xticks(draw.whole_ticks(sorted(set(table["end"]))))
     return draw.view(
         figure,
@@ -211,7 +212,7 @@ def skip_figure(skips: Result | pd.DataFrame) -> draw.View:
         skips,
         title="How many blocks can be skipped for how much loss?",
         caption="Each line is a map in the place of the skipped blocks, at the last token"
-        f"{tested}.",
+        f"{tested}. What costs much more than forgetting the state is above the panels.",
         null=null if len(mean) else "The map 'mean', which forgets the state, was not measured.",
     )
 

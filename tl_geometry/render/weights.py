@@ -183,7 +183,7 @@ def effect_bars(effects: Result | pd.DataFrame, *, ax: draw.Axes | None = None) 
     axis.axvline(0, color=draw.NULL, lw=0.6)
     metric = getattr(effects, "metric", "metric")
     unit = " (nats per token)" if metric == "loss" else ""
-    axis.set(xlabel=f"change in the {metric}{unit}", ylabel="edit of the live model")
+    axis.set(xlabel=f"change in the {metric}{unit}", ylabel="edit")
     return draw.view(
         figure,
         effects,

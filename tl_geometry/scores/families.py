@@ -133,14 +133,14 @@ def family_of(
     """The family that the argument ``parts`` stands for, or an error that lists what is possible;
     ``layers`` are the blocks to be split."""
     if isinstance(parts, Mapping):
-        reserved = [n for n in parts if n in (BIAS, ALIBI) or "-" in n]
+        reserved = [n for n in parts if not isinstance(n, str) or n in (BIAS, ALIBI) or "-" in n]
         expected = "names other than bias and alibi, without '-'"
         require(len(parts) > 0 and not reserved, "parts", expected=expected, got=reserved or "none")
         return Family(tuple(parts), partial(_given_parts, parts, view.n_layers))
-    names = (parts,) if isinstance(parts, str) else tuple(parts)
+    names = tuple(map(str, parts)) if isinstance(parts, list | tuple) else (str(parts),)
     expected = f"one of {STREAM_PARTS + GRAINS}, or a mapping from names to tensors"
     fits = parts in GRAINS or names in STREAM_PARTS
-    require(fits, "parts", expected=expected, got=repr(parts))
+    require(fits, "parts", expected=expected, got=checks.describe(parts))
     if isinstance(parts, str):
         # those of the last layer, so that all layers have the same parts
         names = tuple(writer.name for writer in writer_names(view, max(layers), parts))

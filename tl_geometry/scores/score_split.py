@@ -167,7 +167,8 @@ class ScoreSplit(TermResult):
         (:mod:`tl_geometry.scores.sums`).
 
         The first ``drop`` queries and keys are left out (by default those before the window of the
-        basis); the attention paid to them stands beside the shares as ``dropped_mass``.
+        basis, and none for parts of your own without a basis); the attention paid to them stands
+        beside the shares as ``dropped_mass``.
         """
         start, length = self.first(drop), vars(self)["q"].shape[2]
         layers = torch.tensor([layer for layer, _ in self.heads])
@@ -179,7 +180,7 @@ class ScoreSplit(TermResult):
         return ShareTable.of(
             # the sums are in the order of layers; `heads` may have another
             sums.select(torch.cat(of_layers).argsort(), "head"),
-            provenance=self.provenance,
+            provenance=self.provenance.flagged(window=(start, length)),
             heads=self.heads,
             parts=self.parts,
             dropped_mass=torch.cat(paid, 2)[:, :, start:].mean((0, 2)).double(),

@@ -15,7 +15,7 @@ and no norm scale is frozen, ``v = sum_a (p_a gain) W_V + constants``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -114,7 +114,9 @@ def split_values(
     True
     """
     asked = Asked.of(model, tokens, basis, parts, layers, heads, prepend_bos)
-    return asked.split(cache, partial(_of_layer, asked.view, asked.family))
+    found = asked.split(cache, partial(_of_layer, asked.view, asked.family))
+    # the sums of values are over all positions, whatever the basis leaves out
+    return replace(found, provenance=found.provenance.flagged(window=(0, asked.prompts.length)))
 
 
 def _of_layer(

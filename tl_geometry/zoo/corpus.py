@@ -41,5 +41,4 @@ def held_out_documents() -> HeldOut:
     True
     """
     found = {name: stdlib() / name for name in HELD_OUT if (stdlib() / name).is_file()}
-    texts = [read_text(path) for path in found.values()]
-    return HeldOut(tuple(found), tuple(texts))
+    return HeldOut(tuple(found), tuple(map(read_text, found.values())))

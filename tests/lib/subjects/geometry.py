@@ -280,9 +280,7 @@ MEASURES = (
         seeds=("* by chance (flipped)", "* by chance (exchanged)", "* by chance (shuffled)"),
         gauge={"*": STATES},
         without={
-            **{
-                f"order:{n}": BLOCKS for n in ("error *", "* by chance *", "curve *", "*split_half")
-            },
+            f"order:{n}": BLOCKS for n in ("error *", "* by chance *", "curve *", "*split_half")
         },
     ),
     Subject(

@@ -79,6 +79,7 @@ GROUPS = (
             "heads of other layers": ({"layers": [0]}, "heads"),
             "a layer beyond": ({"heads": None, "layers": 99}, "layers"),
             "parts of no name": ({"parts": ("pos", "content")}, "parts"),
+            "no parts at all": ({"parts": 3}, "parts"),
             "own parts that do not sum": (
                 {"parts": lambda s: own_parts(s, second=lambda h: h), "basis": None},
                 "parts",
