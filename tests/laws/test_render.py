@@ -247,4 +247,4 @@ def test_a_figure_is_the_same_in_every_form_and_run(tmp_path: Path) -> None:
     errors = pd.DataFrame(
         {"start": [0, 1, 2], "end": [1, 2, 3], "relative_error_out": [0.5, 1, 50]}
     )
-    assert render.baseline_figure(errors).figure.axes[0].get_ylim()[1] > 50  # a jump is seen
+    assert render.baseline_figure(errors).figure.axes[0].get_ylim()[0] > 0  # of logarithms

@@ -320,7 +320,7 @@ def test_what_a_question_asks_for_decides() -> None:
     assert (found.said, found.beside) == ("0.5 of 1.", "0.2; more extreme, but not clear: 1")
     near = table.assign(x=[0.5, 0.2], x_se=0.115)  # 2.6 errors: enough for one row, not for two
     assert answered(near.head(1)).clear
-    assert answered(near).beside == "0.2; widened for a choice of 2, it includes chance"
+    assert answered(near).beside == "0.2; clear alone, but not as one of 2"
     between = Ask(**{**vars(ASK), "beside": "95% interval {low} to {high}"})
     assert answered(table.head(1), between).beside == "95% interval 0.476 to 0.524"
     assert answered(table.drop(columns="x_se"), between).beside == "no interval"
@@ -366,7 +366,7 @@ def positions_in_an_order_of_each_window(model: Any) -> Iterator[None]:
 def test_position_drives_no_head_where_windows_do_not_agree_on_it(
     made: Made, model: Any, windows: tlg.TokenWindows, tmp_path: Path
 ) -> None:
-    assert any("Position drives L0H0 most" in text for text in findings(made[0]))
+    assert any("Position drives L0H0:" in text for text in findings(made[0]))
     with positions_in_an_order_of_each_window(model):
         build(model, windows, tmp_path, sections=["heads", "weights"])
     said = findings(tmp_path)

@@ -247,7 +247,7 @@ def _token(view: ModelView, value: Any, prompt: int) -> int:
     known = len(ids) == 1 and pieces[0].strip().casefold() == value.strip().casefold()
     got, instead = (
         f"{value!r}, which is {', '.join(map(repr, pieces))}",
-        "one of these, or a token id",
+        "another text, or a token id",
     )
     require(known, what, expected="a text that is one token", got=got, instead=instead)
     return ids[0]

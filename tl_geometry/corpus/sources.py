@@ -173,8 +173,8 @@ def id_rows(tokens: Any) -> list[Int[Tensor, " _"]]:
 
 
 def corpus_of(names: Sequence[str]) -> str:
-    """What a corpus of several files is called."""
-    return ", ".join(names) if len(names) < 4 else f"{len(names)} files ({names[0]}, ...)"
+    """What a corpus of several texts is called."""
+    return ", ".join(names) if len(names) < 4 else f"{len(names)} texts ({names[0]}, ...)"
 
 
 def label_ids(labels: Any, contexts: int) -> tuple[Int[Tensor, " context"] | None, tuple[str, ...]]:

@@ -45,7 +45,7 @@ def merged(parts: Sequence[PositionContext]) -> dict[str, Any]:
     flags += [f"{shared} contexts are in more than one of the merged parts"] if shared else []
     hashes = [part.provenance.token_hash for part in parts]
     known = None if None in hashes else "+".join(map(str, hashes))
-    corpora = [*dict.fromkeys(part.provenance.corpus or "" for part in parts)]
+    corpora = [*dict.fromkeys(c for part in parts if (c := part.provenance.corpus))]
     about = {"contexts": starts[-1], "token_hash": known, "corpus": corpus_of(corpora) or None}
     labels, names = _labels(parts)
     known_in_all = set.intersection(*(set(part.largest) for part in parts))

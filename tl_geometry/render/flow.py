@@ -206,13 +206,13 @@ def skip_figure(skips: Result | pd.DataFrame) -> draw.View:
     axes[0].set(ylim=(None, top), ylabel="loss increase (nats)")
     draw.legend(figure, axes)
     tested = f" of {int(table['test'].iloc[0])} held-out chunks" if "test" in table else ""
-    null = "The map 'mean' (dashed) forgets the state: what every other must beat."
+    null = "'mean' (dashed) forgets the state: what others must beat. What costs far more is above."
     return draw.view(
         figure,
         skips,
         title="How many blocks can be skipped for how much loss?",
         caption="Each line is a map in the place of the skipped blocks, at the last token"
-        f"{tested}. What costs much more than forgetting the state is above the panels.",
+        f"{tested}.",
         null=null if len(mean) else "The map 'mean', which forgets the state, was not measured.",
     )
 

@@ -128,7 +128,7 @@ class Ask:
         fields = {**row, "low": low, "high": high, "among": len(rows), "more": more}
         fields = {k: Shown(v) if isinstance(v, float) else v for k, v in fields.items()}
         wide = proven and not clear_rows and self._clear(row, 1)
-        beside = self.beside + "; widened for a choice of {among}, it includes chance" * bool(wide)
+        beside = self.beside + "; clear alone, but not as one of {among}" * bool(wide)
         further = 0 if self.least else sum(self._gap(r) > self._gap(row) for r in proven)
         beside += f"; more extreme, but not clear: {further}" * bool(further)
         texts = (self.yes if clear_rows else self.no, self.shown, beside)

@@ -60,7 +60,7 @@ def build(
     with an unexpected error; what is refused is a card on the page.
 
     Raises ``GeometryError`` for a folder that holds other things, or a report of another model, and
-    for a single window. Of fewer than 64 nothing is said of heads.
+    for a single window. Of fewer than 64 nothing is said of what heads do.
 
     >>> import tempfile
     >>> import tl_geometry as tlg
