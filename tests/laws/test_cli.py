@@ -53,8 +53,7 @@ def test_mistakes_are_found_before_torch_is_loaded(tmp_path: Path) -> None:
         "report --corpus absent.txt, report --sections bodies, trace a b c --answer d, fit --help, "
         "fit --out basis.npz, report --dtype int8, report --out full, fit --dtype int8, nonsense, "
         "report --seed -1, fit --shard 3/2, fit --seed -1, report full, --help, fit --contexts 0, "
-        "report --contexts 63, "
-        "fit --length 1, fit --batch-size 0, fit --shard 0/2"
+        "report --contexts 63, fit --length 1, fit --batch-size 0, fit --shard 0/2"
     )
     wrong = [line.split() for line in lines.split(", ")]
     code = f"""

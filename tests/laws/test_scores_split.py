@@ -110,6 +110,7 @@ def test_offset_profiles_are_means_over_diagonals() -> None:
         ids = tokens(12, 9, seed=7)
         split = tlg.split_scores(tiny("bridge", kind), ids, basis_of(kind), heads="L0H1")
         assert [x in split.terms for x in ("pos-cvec", "mean-mean", "a-b", 5)] == [1, 1, 0, 0]
+        assert split.shares(drop=2).provenance.window == (2, 9)
         for term, drop in ((None, None), (("pos", "cvec"), 0)):
             table = scores.offset_profile(split, term, drop=drop).to_dataframe().set_index("offset")
             matrix = split.summed() if term is None else split.terms[term]

@@ -31,6 +31,7 @@ NAMES = "A name that TransformerLens knows, a directory, smollm2 or minilm; none
 Model = Annotated[str | None, Argument(help=NAMES)]
 Corpus = Annotated[list[Path] | None, Option(help="Text file, repeatable; none: Python's own.")]
 Contexts = Annotated[int | None, Option(min=1, help="Windows to use; none: enough, or all.")]
+# of a report: its intervals need 32 windows for the sweep, and 32 others for the basis
 Windows = Annotated[int | None, Option(min=64, help="Windows to use; none: enough, or all.")]
 Length = Annotated[int | None, Option(min=2, help="Tokens of a window.")]
 Bos = Annotated[bool | None, Option("--bos/--no-bos", help="Begin with BOS; none: as the model.")]

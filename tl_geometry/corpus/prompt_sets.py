@@ -245,10 +245,8 @@ def _token(view: ModelView, value: Any, prompt: int) -> int:
     pieces = view.decode(ids) if ids else ["no token"]
     # the text itself, not the token that stands for unknown words
     known = len(ids) == 1 and pieces[0].strip().casefold() == value.strip().casefold()
-    got, instead = (
-        f"{value!r}, which is {', '.join(map(repr, pieces))}",
-        "another text, or a token id",
-    )
+    got = f"{value!r}, which is {', '.join(map(repr, pieces))}"
+    instead = "another text, or a token id"
     require(known, what, expected="a text that is one token", got=got, instead=instead)
     return ids[0]
 

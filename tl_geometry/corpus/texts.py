@@ -6,6 +6,7 @@ the input that shows head types."""
 from __future__ import annotations
 
 import bisect
+import contextlib
 import itertools
 import random
 import re
@@ -66,7 +67,7 @@ def windows(
     ``prepend_bos`` (``None``: the model's own default) each window is the BOS id and ``length - 1``
     tokens; BOS tokens with which a text begins are then left out, and so is a window of the text
     that would begin with one. ``labels`` names the document of each text; where all texts are
-    files, it is by default the file.
+    files, it is by default the path.
 
     ``n`` draws that many windows without replacement (seeded, in corpus order); ``None`` takes all.
     Texts of up to 4 million characters in all are tokenised whole, and every window is equally
@@ -96,9 +97,11 @@ def windows(
         expected, instead = "texts, or the Path of each", 'a list, or data["text"] of a data set'
         fail("texts", expected=expected, got=describe(texts), instead=instead)
     documents = list(given)
-    # of the first alone, as to ask for each takes time; no name has more than 255 bytes
-    short = isinstance(documents[0], str) and len(documents[0]) < 256 and documents[0].isascii()
-    is_name = short and Path(documents[0]).is_file()
+    first, is_name = documents[0], False
+    # of the first alone, as to ask for each takes time; a path has less than 4,096 bytes, and for a
+    # text that is too long to name a file this is an OSError
+    with contextlib.suppress(OSError):
+        is_name = isinstance(first, str) and len(first) < 4096 and Path(first).is_file()
     require(not is_name, "texts", expected="texts", got="the name of a file", instead="its Path")
     files = [document for document in documents if isinstance(document, Path)]
     require_files(files)
